@@ -1,0 +1,26 @@
+"""The four kinds of error, sorted by who is to blame.
+
+A caller who sees `UsageError` changes the call; `OutOfMemory` is nobody's fault and only the scheduler catches
+it; `PeerError` names another process; `InvariantError` is a fault of this library and is never caught.
+Every error is raised before anything changed.
+"""
+
+
+class UnimemError(Exception):
+    """What all errors of this library have in common; catch this at the outermost level only."""
+
+
+class UsageError(UnimemError, ValueError):
+    """The caller asked for something impossible. The message gives the rule, the value and a cure."""
+
+
+class OutOfMemory(UnimemError):
+    """The demand does not fit now. Raised before anything changed; the same demand may fit later."""
+
+
+class PeerError(UnimemError):
+    """Another process broke its side of a transfer."""
+
+
+class InvariantError(UnimemError):
+    """A numbered invariant of this library does not hold. A fault of ours; never caught."""
