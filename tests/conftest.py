@@ -1,4 +1,4 @@
-"""What holds for every test: the CPU, strict JAX promotion rules, and repeatable Hypothesis examples.
+"""What holds for every test: the CPU, strict promotion rules, repeatable Hypothesis examples.
 
 JAX_PLATFORMS is set in the environment, before anything imports JAX, so that the programs which
 tests start inherit it; a value that is already there is kept.
@@ -11,7 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import hypothesis
 import jax
 
-# In the library an accidental promotion or broadcast costs bytes or correctness; users may be laxer.
+# An accidental promotion or broadcast in the library costs bytes; users may be laxer.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
