@@ -1,0 +1,309 @@
+"""Turns parts and a number of bytes into a layout: sub-pools, entries, lanes, bands.
+
+A plan is a pure value: the same parts, bytes and page size always give the same plan. It allocates nothing and
+knows nothing of requests.
+
+    byte 0                                                                     arena_bytes
+    | low end: largest slot ->   ...   <- floats, largest unit first ->   ...   <- high end: context |
+
+P1  The arena is a whole number of entries of every token sub-pool, so each sub-pool's view is a free reshape.
+P2  An entry is a multiple of 128 bytes; a part of 128 bytes or more starts at a multiple of 128, a smaller one at 16.
+P3  A slot is a multiple of 4 KiB; each part in it starts at a multiple of 512 bytes, one row of its view.
+P4  Parts of one sub-pool never overlap; all padding is counted in `padding_bytes`.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from unimem_jax.bands import Geometry
+from unimem_jax.errors import UsageError
+from unimem_jax.spec import Lifetime, Part, PartKey
+
+GRANULE_BYTES = 128  # one row of the arena
+GRANULE_WORDS = 32
+SLOT_ROW_BYTES = 512  # slots are read as rows of 128 words
+SLOT_BYTES = 4096  # slots are multiples of this
+SMALL_PART_BYTES = 16  # alignment of parts under a granule
+MAX_GRANULES = 2**31  # device row numbers are int32
+MAX_PAD_GRANULES = 8  # per entry, when widths have an awkward common multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where one part lies inside its entry, in 32-bit words."""
+
+    part: Part
+    offset_words: int
+    words: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubPool:
+    """All units of one lifetime.
+
+    Attributes:
+      index: position in physical order, 0 at byte 0.
+      name: the lifetime as text: "request", "window_128", "context".
+      end: "low", "float" or "high".
+      entry_words: words of one packed entry (of one slot for request state).
+      unit_granules: granules of one page or slot.
+      unit_count: addresses 0 .. unit_count - 1 exist; `unit_count` itself is "absent".
+      padding_bytes: bytes of one entry that no part uses.
+    """
+
+    index: int
+    name: str
+    lifetime: Lifetime
+    end: str
+    lanes: tuple[Lane, ...]
+    entry_words: int
+    unit_granules: int
+    unit_count: int
+    padding_bytes: int
+
+    @property
+    def is_slot(self) -> bool:
+        """Whether a unit is one request's state and not a page of tokens."""
+        return self.lifetime.is_request
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one page or slot."""
+        return self.unit_granules * GRANULE_BYTES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout of one arena. Made by `plan`; prints itself as a table; `to_json` for programs."""
+
+    sub_pools: tuple[SubPool, ...]
+    page_tokens: int
+    arena_granules: int
+    requested_bytes: int
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the device buffer: `requested_bytes` rounded down by P1."""
+        return self.arena_granules * GRANULE_BYTES
+
+    @cached_property
+    def token_pools(self) -> tuple[SubPool, ...]:
+        """Sub-pools whose units are pages of tokens."""
+        return tuple(pool for pool in self.sub_pools if not pool.is_slot)
+
+    @cached_property
+    def slot_pools(self) -> tuple[SubPool, ...]:
+        """Sub-pools whose units are slots of request state."""
+        return tuple(pool for pool in self.sub_pools if pool.is_slot)
+
+    @cached_property
+    def id_count(self) -> int:
+        """Number of page ids; every live id holds a page of the longest-lived token sub-pool."""
+        longest = max(self.token_pools, key=_reach, default=None)
+        return longest.unit_count if longest else 0
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """What the allocator needs to know of this plan."""
+        return Geometry(
+            arena_granules=self.arena_granules,
+            unit_granules=tuple(pool.unit_granules for pool in self.sub_pools),
+            ends=tuple(pool.end for pool in self.sub_pools),
+            is_slot=tuple(pool.is_slot for pool in self.sub_pools),
+            id_count=self.id_count,
+        )
+
+    @cached_property
+    def _lanes(self) -> dict[PartKey, tuple[SubPool, Lane]]:
+        return {lane.part.key: (pool, lane) for pool in self.sub_pools for lane in pool.lanes}
+
+    def locate(self, key: PartKey) -> tuple[SubPool, Lane]:
+        """Finds the sub-pool and lane of part `(site, name)`.
+
+        Raises:
+          UsageError: if the model declared no such part.
+        """
+        try:
+            return self._lanes[key]
+        except KeyError:
+            site, name = key
+            names = ", ".join(sorted(n for s, n in self._lanes if s == site)) or "none"
+            raise UsageError(f"no part {name!r} was declared at site {site}; declared: {names}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole plan as plain numbers and strings."""
+        return {
+            "arena_bytes": self.arena_bytes,
+            "requested_bytes": self.requested_bytes,
+            "page_tokens": self.page_tokens,
+            "sub_pools": [
+                {
+                    "name": pool.name, "end": pool.end, "unit": "slot" if pool.is_slot else "page",
+                    "entry_bytes": pool.entry_words * 4, "unit_bytes": pool.unit_bytes,
+                    "unit_count": pool.unit_count, "padding_bytes": pool.padding_bytes,
+                    "lanes": [
+                        {
+                            "site": str(lane.part.site), "part": lane.part.name,
+                            "shape": list(lane.part.shape), "dtype": lane.part.dtype,
+                            "offset_bytes": lane.offset_words * 4, "bytes": lane.part.byte_count,
+                        }
+                        for lane in pool.lanes
+                    ],
+                }
+                for pool in self.sub_pools
+            ],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = [("sub-pool", "end", "unit", "parts", "entry", "padding", "unit size", "at most")]
+        for pool in self.sub_pools:
+            unit = "slot" if pool.is_slot else f"page of {self.page_tokens}"
+            rows.append((
+                pool.name, pool.end, unit, str(len(pool.lanes)), size_text(pool.entry_words * 4),
+                size_text(pool.padding_bytes), size_text(pool.unit_bytes), f"{pool.unit_count:,}",
+            ))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+        lost = self.requested_bytes - self.arena_bytes
+        return f"arena {size_text(self.arena_bytes)} ({size_text(lost)} of the request unused)\n{table}"
+
+
+def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan:
+    """Lays out one arena for everything a model remembers.
+
+    Args:
+      parts: what the model declares, `model.parts()`.
+      arena_bytes: device bytes for the arena; rounded down, never up.
+      page_tokens: tokens per page, the same for every token sub-pool.
+    Returns:
+      The plan; the same arguments give the same plan.
+    Raises:
+      UsageError: no parts, a part declared twice, sizes that are not positive ints, an arena of more than 2^31
+        granules, or one too small for one page and one slot of everything (itemised).
+    """
+    declared = tuple(parts)
+    for name, value in (("arena_bytes", arena_bytes), ("page_tokens", page_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name} is a positive int, not {value!r}")
+    _refuse_doubles(declared)
+    if arena_bytes // GRANULE_BYTES > MAX_GRANULES:
+        raise UsageError(
+            f"an arena is at most {size_text(MAX_GRANULES * GRANULE_BYTES)} per device, "
+            f"not {size_text(arena_bytes)}; shard it"
+        )
+    groups: dict[Lifetime, list[Part]] = {}
+    for part in declared:
+        groups.setdefault(part.lifetime, []).append(part)
+    layouts = {life: _lay_out(group, life.is_request) for life, group in groups.items()}
+    token_widths = {life: layouts[life][1] for life in groups if not life.is_request}
+    pads, multiple = _choose_pads(token_widths, arena_bytes // GRANULE_BYTES)
+    granules = arena_bytes // GRANULE_BYTES // multiple * multiple
+    units = {
+        life: width if life.is_request else (width + pads[life]) * page_tokens
+        for life, (_, width) in layouts.items()
+    }
+    _refuse_small(units, granules, arena_bytes)
+    pools = []
+    for index, (life, end) in enumerate(_order(units)):
+        lanes, width = layouts[life]
+        entry_granules = width if life.is_request else width + pads[life]
+        used = sum(lane.part.byte_count for lane in lanes)
+        pools.append(
+            SubPool(
+                index=index, name=str(life), lifetime=life, end=end, lanes=lanes,
+                entry_words=entry_granules * GRANULE_WORDS, unit_granules=units[life],
+                unit_count=granules // units[life],
+                padding_bytes=entry_granules * GRANULE_BYTES - used,
+            )
+        )  # fmt: skip
+    return Plan(tuple(pools), page_tokens, granules, arena_bytes)
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes as a short text: 512 B, 24 KiB, 3.5 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.4g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.4g} GiB"
+
+
+def _refuse_doubles(parts: tuple[Part, ...]) -> None:
+    if not parts:
+        raise UsageError("a plan needs at least one part; the model declared none")
+    seen: set[PartKey] = set()
+    for part in parts:
+        if not isinstance(part, Part):
+            raise UsageError(f"parts are unimem_jax.Part values, not {type(part).__name__}")
+        if part.key in seen:
+            raise UsageError(f"part {part.site}.{part.name} is declared twice")
+        seen.add(part.key)
+
+
+def _lay_out(parts: list[Part], is_request: bool) -> tuple[tuple[Lane, ...], int]:
+    """Packs parts side by side, sites in order, small parts of a site last; width in granules (P2, P3)."""
+    lanes, at = [], 0
+    for part in sorted(parts, key=lambda p: (p.site, p.byte_count < GRANULE_BYTES)):
+        if is_request:
+            step = SLOT_ROW_BYTES
+        else:
+            step = GRANULE_BYTES if part.byte_count >= GRANULE_BYTES else SMALL_PART_BYTES
+        at = -(-at // step) * step
+        lanes.append(Lane(part, at // 4, -(-part.byte_count // 4)))
+        at += part.byte_count
+    step = SLOT_BYTES if is_request else GRANULE_BYTES
+    return tuple(lanes), -(-at // step) * step // GRANULE_BYTES
+
+
+def _choose_pads(widths: dict[Lifetime, int], granules: int) -> tuple[dict[Lifetime, int], int]:
+    """Pads entries so that rounding the arena (P1) and padding together strand the fewest bytes."""
+    if not widths:
+        return {}, SLOT_ROW_BYTES // GRANULE_BYTES
+    best = None
+    total = sum(widths.values())
+    for pads in itertools.product(range(MAX_PAD_GRANULES), repeat=len(widths)):
+        multiple = 8 * math.lcm(*(w + p for w, p in zip(widths.values(), pads, strict=True)))
+        lost = granules % multiple / max(granules, 1) + sum(pads) / total
+        if best is None or lost < best[0]:
+            best = (lost, pads, multiple)
+    assert best is not None
+    return dict(zip(widths, best[1], strict=True)), best[2]
+
+
+def _refuse_small(units: dict[Lifetime, int], granules: int, arena_bytes: int) -> None:
+    items = {life: unit * GRANULE_BYTES for life, unit in units.items()}
+    if sum(units.values()) > granules or any(granules // unit < 1 for unit in units.values()):
+        need = ", ".join(
+            f"one {'slot' if life.is_request else 'page'} of {life} {size_text(size)}"
+            for life, size in items.items()
+        )
+        raise UsageError(
+            f"an arena of {size_text(arena_bytes)} is too small: {need}; "
+            f"at least {size_text(sum(items.values()))} and room to round"
+        )
+
+
+def _reach(pool: SubPool) -> float:
+    return math.inf if pool.lifetime.kind == "context" else pool.lifetime.tokens
+
+
+def _order(units: dict[Lifetime, int]) -> list[tuple[Lifetime, str]]:
+    """Physical order, low end first: DESIGN's rule is in docs/LAYOUT.md."""
+    states = sorted((life for life in units if life.is_request), key=lambda life: -units[life])
+    windows = sorted((life for life in units if life.kind == "window"), key=lambda life: -life.tokens)
+    contexts = [life for life in units if life.kind == "context"]
+    low = (states or windows or contexts)[0]
+    rest = [life for life in (*contexts, *windows, *states) if life != low]
+    if not rest:
+        return [(low, "low")]
+    high, floats = rest[0], sorted(rest[1:], key=lambda life: (-units[life], str(life)))
+    return [(low, "low"), *((life, "float") for life in floats), (high, "high")]
+
+
