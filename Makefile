@@ -1,0 +1,50 @@
+# Needs make and a Python >= 3.12 (on PATH, in pyenv, or through uv). The first run installs into
+# .venv; later runs find it complete. PYTHON=... chooses another interpreter.
+
+BIN = .venv/bin
+
+.PHONY: help environment demo test test-slow test-h200 lint format types ci clean
+
+help:
+	@echo "make demo       32 prompts on the embedded model, a table and a picture of the arena"
+	@echo "make test       the default test suite, about 15 minutes on 2 cores"
+	@echo "make test-slow  the tests that take longer"
+	@echo "make test-h200  compile for an H200 without one, in an environment of its own"
+	@echo "make lint       ruff, and is the code formatted"
+	@echo "make format     format the code"
+	@echo "make types      mypy on the built wheel"
+	@echo "make ci         everything that has to pass before a change lands"
+	@echo "make clean      remove environments, caches and outputs"
+
+environment:
+	@.ci/environment .venv test,lint
+
+demo: environment
+	@$(BIN)/unimem demo
+
+test: environment
+	$(BIN)/python -m pytest
+
+test-slow: environment
+	$(BIN)/python -m pytest -m slow
+
+test-h200:
+	.ci/h200
+
+lint: environment
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: environment
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: environment
+	.ci/types $(BIN)/python
+
+ci:
+	bash .ci/run
+
+clean:
+	rm -rf .venv* build dist out *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
