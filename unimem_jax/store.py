@@ -1,0 +1,149 @@
+"""Typed reads and writes of the packed arena.
+
+The arena is uint32[granules, 32]. Each token sub-pool sees it as rows of its own entry width, request state as rows of
+128 words; both are free reshapes (plan P1). Lanes are gathered as words and the small result is bitcast: a bitcast or
+a slice of the arena itself would be materialised.
+
+S1  Every write is a scatter that XLA performs in place if the arena is donated.
+S2  An absent address becomes one past the last row: a write there is dropped, a read is clamped and must be masked.
+    `unit_count * rows_per_unit` is not that row: rows above the last whole unit exist and may be another's bytes.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from unimem_jax.pallas_kernels.move_units import move_units
+from unimem_jax.pallas_kernels.rows import gather_pages, scatter_rows
+from unimem_jax.plan import GRANULE_WORDS, Lane, Plan, SubPool
+from unimem_jax.spec import STORED_DTYPES, Part, PartKey
+
+SLOT_ROW_WORDS = 128  # request state is read as rows of this many words
+
+
+@dataclass(frozen=True)
+class PackedStore:
+    """How a plan's arena is read and written; holds no bytes itself.
+
+    Attributes:
+      plan: the layout.
+      implementation: "auto", "xla" or "mosaic", passed to every kernel.
+    """
+
+    plan: Plan
+    implementation: str = "auto"
+
+    def init(self) -> Array:
+        """A zeroed arena, uint32[granules, 32]."""
+        return jnp.zeros((self.plan.arena_granules, GRANULE_WORDS), jnp.uint32)
+
+    def read_pages(self, arena: Array, key: PartKey, addresses: Array) -> Array:
+        """Reads one part of all tokens of some pages.
+
+        Args:
+          addresses: int32[R, C], page addresses; absent ones read some other page and must be masked.
+        Returns:
+          [R, C * page_tokens, *part.shape] in the stored dtype.
+        """
+        pool, lane = self.plan.locate(key)
+        view = arena.reshape(-1, pool.entry_words)
+        words = gather_pages(
+            view, addresses, unit_rows=self.plan.page_tokens,
+            offset_words=lane.offset_words, words=lane.words,
+        )  # fmt: skip
+        rows, pages, page_tokens, _ = words.shape
+        return unpack(words.reshape(rows, pages * page_tokens, lane.words), lane.part)
+
+    def read_state(self, arena: Array, key: PartKey, addresses: Array) -> Array:
+        """Reads one part of request state: int32[R] slot addresses -> [R, *part.shape]."""
+        pool, lane = self.plan.locate(key)
+        view = arena.reshape(-1, SLOT_ROW_WORDS)
+        rows = _state_rows(pool, lane, addresses, view.shape[0])
+        words = gather_pages(view, rows, unit_rows=1).reshape(addresses.shape[0], -1)
+        return unpack(words[:, : lane.words], lane.part)
+
+    def write_state(self, arena: Array, key: PartKey, addresses: Array, values: Array) -> Array:
+        """Writes one part of request state in place; absent addresses are dropped."""
+        pool, lane = self.plan.locate(key)
+        view = arena.reshape(-1, SLOT_ROW_WORDS)
+        rows = _state_rows(pool, lane, addresses, view.shape[0])
+        words = pack(values, lane.part)
+        spare = rows.shape[1] * SLOT_ROW_WORDS - words.shape[1]
+        words = jnp.pad(words, ((0, 0), (0, spare))).reshape(-1, SLOT_ROW_WORDS)
+        # The old state was read from this arena; the tie keeps XLA from copying it for the read.
+        arena, words = lax.optimization_barrier((arena, words))
+        view = scatter_rows(arena.reshape(-1, SLOT_ROW_WORDS), rows.reshape(-1), words)
+        return view.reshape(arena.shape)
+
+    def write_entries(
+        self, arena: Array, pool: SubPool, rows: Array, values: dict[PartKey, Array]
+    ) -> Array:
+        """Writes one packed entry per token with one scatter of whole rows.
+
+        Args:
+          rows: int32[N], from `entry_rows`; rows past the end are dropped.
+          values: every part of the sub-pool, [N, *part.shape] in its stored dtype.
+        """
+        columns, at = [], 0
+        for lane in pool.lanes:
+            if lane.offset_words > at:
+                columns.append(jnp.zeros((rows.shape[0], lane.offset_words - at), jnp.uint32))
+            columns.append(pack(values[lane.part.key], lane.part))
+            at = lane.offset_words + lane.words
+        if at < pool.entry_words:
+            columns.append(jnp.zeros((rows.shape[0], pool.entry_words - at), jnp.uint32))
+        entries = jnp.concatenate(columns, axis=1)
+        view = scatter_rows(arena.reshape(-1, pool.entry_words), rows, entries)
+        return view.reshape(arena.shape)
+
+    def entry_rows(self, pool: SubPool, addresses: Array, offsets: Array) -> Array:
+        """Row of token `offsets` within page `addresses`; one past the last row where absent (S2)."""
+        total = self.plan.arena_granules * GRANULE_WORDS // pool.entry_words
+        present = (addresses >= 0) & (addresses < pool.unit_count)
+        return jnp.where(present, addresses * self.plan.page_tokens + offsets, total)
+
+    def move(
+        self, arena: Array, pool: SubPool, sources: Array, destinations: Array, count: Array
+    ) -> Array:
+        """Copies the first `count` units from `sources` to `destinations` (int32[M]), in place."""
+        words = SLOT_ROW_WORDS if pool.is_slot else pool.entry_words
+        view = move_units(
+            arena.reshape(-1, words), sources, destinations, count,
+            unit_rows=pool.unit_granules * GRANULE_WORDS // words,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return view.reshape(arena.shape)
+
+
+def pack(values: Array, part: Part) -> Array:
+    """[N, *part.shape] in any dtype -> uint32[N, words]: cast to the stored dtype, padded to whole words."""
+    stored = STORED_DTYPES[part.dtype]
+    flat = values.astype(stored).reshape(values.shape[0], -1)
+    ratio = 4 // stored.itemsize
+    if ratio == 1:
+        return lax.bitcast_convert_type(flat, jnp.uint32)
+    spare = -flat.shape[1] % ratio
+    padded = jnp.pad(flat, ((0, 0), (0, spare)))
+    return lax.bitcast_convert_type(padded.reshape(flat.shape[0], -1, ratio), jnp.uint32)
+
+
+def unpack(words: Array, part: Part) -> Array:
+    """uint32[..., words] -> [..., *part.shape] in the stored dtype."""
+    stored = STORED_DTYPES[part.dtype]
+    typed: Any = lax.bitcast_convert_type(words, stored)
+    flat = typed.reshape(*words.shape[:-1], -1)
+    return flat[..., : math.prod(part.shape)].reshape(*words.shape[:-1], *part.shape)
+
+
+def _state_rows(pool: SubPool, lane: Lane, addresses: Array, total: int) -> Array:
+    """int32[R, lane rows] of the view of 128-word rows; `total` where the slot is absent (S2)."""
+    slot_rows = pool.entry_words // SLOT_ROW_WORDS
+    lane_rows = -(-lane.words // SLOT_ROW_WORDS)
+    first = addresses * slot_rows + lane.offset_words // SLOT_ROW_WORDS
+    rows = first[:, None] + np.arange(lane_rows, dtype=np.int32)[None, :]
+    present = (addresses >= 0) & (addresses < pool.unit_count)
+    return jnp.where(present[:, None], rows, total)
