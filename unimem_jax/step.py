@@ -1,0 +1,228 @@
+"""The one device program: moves and table changes, or a forward of the model over the arena.
+
+    step packet     table changes -> reads -> forward -> one scatter per sub-pool -> sampling
+    upkeep packet   moves -> table changes
+
+A step is pure: `(params, device, packet) -> (device, out)`. Jit it with the device donated, call it inside your own
+jit, or scan it over stacked packets.
+
+T1  `tables` is one int32 vector: the mapping of every sub-pool, then every row's page table. All changes of a packet
+    are one scatter, so host and device can only differ by packets not yet run.
+T2  The arena that leaves is the arena that came, written in place.
+T3  A padding row reads nothing that matters and writes nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from unimem_jax.draw import draw
+from unimem_jax.errors import UsageError
+from unimem_jax.packet import LAST_TOKEN, Packet, Shape, fields
+from unimem_jax.plan import Plan, SubPool
+from unimem_jax.spec import STORED_DTYPES, Part, PartKey
+from unimem_jax.store import PackedStore
+from unimem_jax.tables import Tables, tables_of
+from unimem_jax.views import Views
+
+jax.tree_util.register_dataclass(Packet, data_fields=["words"], meta_fields=["shape"])
+
+
+class Model(Protocol):
+    """Anything with parts and a pure `apply`; see docs/MODELS.md."""
+
+    vocab_size: int
+
+    def parts(self) -> tuple[Part, ...]:
+        """What the model remembers."""
+        ...
+
+    def apply(self, params: Any, tokens: Array, views: Any) -> tuple[Array, dict[PartKey, Array], Any]:
+        """(params, int32[R, T], views) -> (logits, fresh token parts, views)."""
+        ...
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arena", "tables", "last_tokens"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class DeviceState:
+    """All that lives on the device between steps.
+
+    Attributes:
+      arena: uint32[granules, 32].
+      tables: int32[words]: mapping of each sub-pool, then the page table of each row (T1).
+      last_tokens: int32[rows], the token each row sampled last.
+    """
+
+    arena: Any
+    tables: Array
+    last_tokens: Array
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["logits", "sampled"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class StepOut:
+    """What a step computed, in the packet's row order.
+
+    Attributes:
+      logits: float32[R, V] at each row's last new token.
+      sampled: int32[R]; -1 for padding rows and for chunks that do not end their prompt.
+    """
+
+    logits: Array
+    sampled: Array
+
+
+def init_device(plan: Plan, rows: int, row_pages: int, store: PackedStore | None = None) -> DeviceState:
+    """Fresh device state for `rows` requests of up to `row_pages` pages each."""
+    tables = tables_of(plan, rows, row_pages)
+    return DeviceState(
+        arena=(store or PackedStore(plan)).init(),
+        tables=jnp.asarray(tables.blank()),
+        last_tokens=jnp.zeros((rows,), jnp.int32),
+    )
+
+
+def step(
+    model: Model, plan: Plan, store: PackedStore | None = None
+) -> Callable[[Any, DeviceState, Packet], tuple[DeviceState, StepOut]]:
+    """Makes the device program of a model on a plan.
+
+    Args:
+      model: anything that follows `Model`.
+      plan: made from `model.parts()`.
+      store: how the arena is read and written; the packed one unless a benchmark compares.
+    Returns:
+      A pure function `(params, device, packet) -> (device, out)`; jit it with the device donated.
+    Raises:
+      UsageError: if the plan was made for other parts.
+    """
+    declared = {part.key: part for part in model.parts()}
+    planned = {lane.part.key: lane.part for pool in plan.sub_pools for lane in pool.lanes}
+    if declared != planned:
+        raise UsageError("the plan was made for other parts than this model declares")
+    return partial(_run, model, store or PackedStore(plan))
+
+
+def _run(
+    model: Model, store: PackedStore, params: Any, device: DeviceState, packet: Packet
+) -> tuple[DeviceState, StepOut]:
+    plan, shape = store.plan, packet.shape
+    field = {
+        name: lax.slice(packet.words, (start,), (start + int(np.prod(dims)),)).reshape(dims)
+        for name, (start, dims) in fields(shape).items()
+    }
+    arena = device.arena
+    if shape.move_pool >= 0:
+        pool = plan.sub_pools[shape.move_pool]
+        arena = store.move(
+            arena, pool, field["sources"], field["destinations"], field["move_count"][0]
+        )
+    tables = device.tables.at[field["updates_index"]].set(
+        field["updates_value"], mode="drop", unique_indices=False
+    )
+    if not shape.rows:
+        out = StepOut(jnp.zeros((0, model.vocab_size), jnp.float32), jnp.zeros((0,), jnp.int32))
+        return DeviceState(arena, tables, device.last_tokens), out
+    arena, logits, sampled, last = _forward(
+        model, store, params, DeviceState(arena, tables, device.last_tokens), field, shape
+    )
+    return DeviceState(arena, tables, last), StepOut(logits, sampled)
+
+
+def _forward(
+    model: Model, store: PackedStore, params: Any, device: DeviceState, field: dict[str, Array], shape: Shape
+) -> tuple[Any, Array, Array, Array]:  # fmt: skip
+    rows, count = field["row"], field["count"]
+    last_tokens = device.last_tokens
+    kept = last_tokens.at[rows].get(mode="clip")
+    tokens = jnp.where(field["tokens"] == LAST_TOKEN, kept[:, None], field["tokens"])
+    views, table = _views(store, device, field, shape)
+    logits, fresh, views = model.apply(params, tokens, views)
+    logits = logits.astype(jnp.float32)
+    entries = {
+        key: value.astype(STORED_DTYPES[store.plan.locate(key)[1].part.dtype]).reshape(
+            -1, *value.shape[2:]
+        )
+        for key, value in fresh.items()
+    }
+    # Reads come before writes: without the tie XLA may keep a copy of the old arena for a late read.
+    arena, entries, logits = lax.optimization_barrier((views.arena, entries, logits))
+    for pool in store.plan.token_pools:
+        at = _entry_rows(store, pool, views, device.tables, table)
+        wanted = {lane.part.key: entries[lane.part.key] for lane in pool.lanes}
+        arena = store.write_entries(arena, pool, at.reshape(-1), wanted)
+    drawn = draw(logits, field["options"], field["position"] + count)
+    emits = (field["emit"] > 0) & (count > 0)
+    sampled = jnp.where(emits, drawn, -1)
+    target = jnp.where(emits, rows, last_tokens.shape[0])
+    return arena, logits, sampled, last_tokens.at[target].set(drawn, mode="drop")
+
+
+def _views(
+    store: PackedStore, device: DeviceState, field: dict[str, Array], shape: Shape
+) -> tuple[Views, "_RowTable"]:
+    """The views of this packet's rows, with every page address that attention reads."""
+    plan = store.plan
+    tables = tables_of(plan, device.last_tokens.shape[0], total=device.tables.shape[0])
+    position, count = field["position"], field["count"]
+    step_index = np.arange(shape.tokens, dtype=np.int32)[None, :]
+    positions = position[:, None] + step_index
+    valid = step_index < count[:, None]
+    table = _RowTable(tables, device.tables, field["row"])
+    pages, first_page = {}, {}
+    for pool in plan.token_pools:
+        columns = tables.read_columns(pool.lifetime, shape.pages)
+        kept = jnp.maximum(position + 1 - pool.lifetime.tokens, 0) // plan.page_tokens
+        first = kept if pool.lifetime.tokens else jnp.zeros_like(position)
+        at = first[:, None] + np.arange(columns, dtype=np.int32)[None, :]
+        pages[pool.index] = table.addresses(pool, at)
+        first_page[pool.index] = first
+    slots = {}
+    for ordinal, pool in enumerate(plan.slot_pools):
+        ids = field["slot"][:, ordinal]
+        address = device.tables.at[tables.mapping_start[pool.index] + ids].get(mode="clip")
+        slots[pool.index] = jnp.where(count > 0, address, pool.unit_count)
+    views = Views(
+        store=store, arena=device.arena, positions=positions, valid=valid,
+        start=field["start"] > 0, pages=pages, first_page=first_page, slots=slots,
+    )  # fmt: skip
+    return views, table
+
+
+@dataclass(frozen=True)
+class _RowTable:
+    """Looks up, for the rows of a packet, the address behind a column of their page tables."""
+
+    tables: Tables
+    words: Array
+    rows: Array
+
+    def addresses(self, pool: SubPool, columns: Array) -> Array:
+        """int32[R, C] page numbers of the request -> addresses in `pool`; any value where out of range."""
+        clipped = jnp.clip(columns, 0, self.tables.row_pages - 1)
+        at = self.tables.table_start + self.rows[:, None] * self.tables.row_pages + clipped
+        ids = self.words.at[at].get(mode="clip")
+        found = self.words.at[self.tables.mapping_start[pool.index] + ids].get(mode="clip")
+        return jnp.where(columns == clipped, found, pool.unit_count)
+
+
+def _entry_rows(
+    store: PackedStore, pool: SubPool, views: Views, words: Array, table: _RowTable
+) -> Array:
+    """int32[R, T]: the row of `pool`'s view that each new token writes; past the end where it writes none."""
+    page_tokens = store.plan.page_tokens
+    addresses = table.addresses(pool, views.positions // page_tokens)
+    present = jnp.where(views.valid, addresses, pool.unit_count)
+    return store.entry_rows(pool, present, views.positions % page_tokens)
