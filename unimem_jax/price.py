@@ -1,0 +1,92 @@
+"""What tokens cost, in units of every sub-pool. The one place where memory is priced.
+
+A request that has computed `length` tokens holds, in each token sub-pool, the pages of tokens that its next query
+still sees, and one slot in each state sub-pool:
+
+    context   [0, length)                          all pages
+    window    [first_kept(length), length)         a suffix, rounded out to whole pages
+    request   one slot, from the first token on
+
+R1  While a chunk runs a request holds what it held before and the new pages that are still wanted after it.
+R2  A page is dropped by the step after which no query sees it; it can be granted again from the next step on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unimem_jax.plan import Plan, SubPool, size_text
+from unimem_jax.spec import Lifetime
+
+type Demand = tuple[int, ...]  # units per sub-pool, in the plan's order
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of one plan. All methods are pure and cost a few operations per sub-pool."""
+
+    plan: Plan
+
+    def pages(self, tokens: int) -> int:
+        """Pages that `tokens` tokens touch."""
+        return -(-tokens // self.plan.page_tokens)
+
+    def first_page(self, lifetime: Lifetime, length: int) -> int:
+        """First page that a query at position `length` still sees."""
+        return lifetime.first_kept(length) // self.plan.page_tokens
+
+    def new_pages(self, pool: SubPool, length: int, target: int, fused: bool = False) -> range:
+        """Page numbers that growing from `length` to `target` tokens adds in a token sub-pool.
+
+        A chunk skips pages that its own end makes invisible; `fused` decode steps write and read each of them.
+        """
+        first = self.pages(length)
+        if not fused:
+            first = max(first, self.first_page(pool.lifetime, target))
+        return range(first, max(first, self.pages(target)))
+
+    def growth(self, length: int, target: int, fused: bool = False) -> Demand:
+        """Units to grant before a step that takes a request from `length` to `target` tokens."""
+        return tuple(
+            int(length == 0 < target) if pool.is_slot
+            else len(self.new_pages(pool, length, target, fused))
+            for pool in self.plan.sub_pools
+        )  # fmt: skip
+
+    def held(self, length: int) -> Demand:
+        """Units that a request of `length` computed tokens holds between steps."""
+        return tuple(
+            int(length > 0) if pool.is_slot
+            else self.pages(length) - min(self.first_page(pool.lifetime, length), self.pages(length))
+            for pool in self.plan.sub_pools
+        )  # fmt: skip
+
+    def peak(self, total: int, chunk: int) -> Demand:
+        """Most units that a request of `total` tokens ever holds if it grows by at most `chunk` tokens a step."""
+        found = []
+        for pool in self.plan.sub_pools:
+            if pool.is_slot:
+                found.append(1)
+                continue
+            pages = self.pages(total)
+            if pool.lifetime.kind == "window":
+                before = self._touched(pool.lifetime.tokens - 1)
+                pages = min(pages, before + self._touched(min(chunk, pool.lifetime.tokens)))
+            found.append(pages)
+        return tuple(found)
+
+    def itemise(self, demand: Sequence[int]) -> str:
+        """A demand as text: each sub-pool's units and bytes."""
+        return ", ".join(
+            f"{count} {'slot' if pool.is_slot else 'page'}{'' if count == 1 else 's'} of "
+            f"{pool.name} ({size_text(count * pool.unit_bytes)})"
+            for pool, count in zip(self.plan.sub_pools, demand, strict=True)
+        )
+
+    def _touched(self, tokens: int) -> int:
+        """Most pages that `tokens` consecutive tokens touch at any offset."""
+        return -(-(tokens + self.plan.page_tokens - 1) // self.plan.page_tokens) if tokens else 0
+
+
+def add(first: Sequence[int], second: Sequence[int]) -> Demand:
+    """The sum of two demands."""
+    return tuple(a + b for a, b in zip(first, second, strict=True))
