@@ -1,67 +1,217 @@
-"""Where each mapping and page table lies in the one int32 vector that the device keeps.
+"""Which id holds which unit: the mapping of each sub-pool, and the ids that are free.
 
-    mapping of sub-pool 0 | mapping of sub-pool 1 | ... | page table of row 0 | page table of row 1 | ...
+What it is: arrays over ids and addresses, and lists of what the device has not heard of yet. What
+  it does not do: it
+decides nothing; the allocator calls it with ids that it has checked.
 
-The mapping turns ids into addresses; a row's page table holds the ids of its request's pages, in order. Both change
-only by the index-value pairs of packets, so one scatter brings the device up to date.
+Invariants (checked by `check`):
+  L7  a mapping and its owner agree: owner[mapping[id]] == id for every mapped id; absent and -1
+      elsewhere;
+  L8  sharers > 0 exactly for mapped ids;
+  L9  uses[id] is the number of sub-pools that map the id; the free ids are those with 0 uses, once
+      each.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from unimem_jax.plan import Plan
-from unimem_jax.spec import Lifetime
+from unimem_jax.errors import InvariantError, UsageError
+
+DROPPED = -1  # sharers of an id that was mapped in a sub-pool before and may not be again
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Offsets into the vector, in words.
+class IdSpace:
+    """A space of ids: which are free, and in how many sub-pools each other is mapped."""
 
-    Attributes:
-      mapping_start: first word of each sub-pool's mapping, by sub-pool index.
-      absent: what a mapping holds where there is nothing, by sub-pool index.
-      table_start: first word of row 0's page table.
-      row_pages: words of one row's page table.
-      words: length of the vector.
+    __slots__ = ("count", "free", "free_count", "free_view", "marks", "uses", "uses_view")
+
+    def __init__(self, count: int):
+        self.count = count
+        self.free = np.arange(count, dtype=np.int32)[::-1].copy()
+        self.free_view = memoryview(self.free)
+        self.free_count = count
+        self.uses = np.zeros(count, np.uint8)
+        self.uses_view = memoryview(self.uses)
+        self.marks = np.empty(count, np.int32)  # scratch: finds ids named twice in one call
+
+    def take(self, count: int, uses: int) -> np.ndarray:
+        """Hands out ids. Returns int32[count]."""
+        left = self.free_count - count
+        ids = self.free[left : self.free_count].copy()
+        self.free_count = left
+        self.uses[ids] = uses
+        return ids
+
+    def give(self, ids: np.ndarray) -> None:
+        """Takes back ids whose uses are 0."""
+        self.free[self.free_count : self.free_count + len(ids)] = ids
+        self.free_count += len(ids)
+
+    def take_one(self, uses: int) -> int:
+        """`take` for one id."""
+        self.free_count -= 1
+        id_ = self.free_view[self.free_count]
+        self.uses_view[id_] = uses
+        return id_
+
+    def give_one(self, id_: int) -> None:
+        """`give` for one id."""
+        self.free_view[self.free_count] = id_
+        self.free_count += 1
+
+    def known(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The ids as an array. Raises UsageError if one is out of range or named twice."""
+        array = np.asarray(ids)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise UsageError(f"ids must be one integer or a flat sequence of integers, not {ids!r}")
+        if not array.size:
+            return np.empty(0, np.int32)
+        if array.min() < 0 or array.max() >= self.count:
+            raise UsageError(
+                f"ids go from 0 to {self.count - 1}; seen {array.min()} to {array.max()}"
+            )
+        ranks = np.arange(len(array), dtype=np.int32)
+        self.marks[array] = ranks
+        if (self.marks[array] != ranks).any():
+            raise UsageError("an id is named twice in one call")
+        return array
+
+    def known_one(self, id_: int) -> int:
+        """One id. Raises UsageError if it is out of range."""
+        if not 0 <= id_ < self.count:
+            raise UsageError(f"ids go from 0 to {self.count - 1}; seen {id_}")
+        return id_
+
+    def check(self, sharers: Sequence[np.ndarray]) -> None:
+        """Verifies L9 against the sharers in every sub-pool of this space. Cost: O(ids)."""
+        uses = sum((counts > 0).astype(np.uint8) for counts in sharers)
+        if not np.array_equal(self.uses, uses):
+            raise InvariantError("L9: uses are not the number of sub-pools that map an id")
+        if not np.array_equal(np.sort(self.free[: self.free_count]), np.flatnonzero(uses == 0)):
+            raise InvariantError("L9: the free ids are not those without uses")
+
+
+class Table:
+    """The mapping of one sub-pool and what belongs to it: owners, sharers, and entries the device
+    has not seen.
     """
 
-    mapping_start: tuple[int, ...]
-    absent: tuple[int, ...]
-    table_start: int
-    row_pages: int
-    words: int
-    page_tokens: int
+    __slots__ = (
+        "absent",
+        "dirty",
+        "dirty_count",
+        "ids",
+        "is_dirty",
+        "mapping",
+        "owner",
+        "sharers",
+        "views",
+    )
 
-    def blank(self) -> np.ndarray:
-        """The vector before anything is granted: every mapping absent, every page table zero."""
-        found = np.zeros(self.words, np.int32)
-        bounds = (*self.mapping_start[1:], self.table_start)
-        for start, end, absent in zip(self.mapping_start, bounds, self.absent, strict=True):
-            found[start:end] = absent
-        return found
+    def __init__(self, ids: IdSpace, unit_count: int):
+        self.ids = ids
+        self.absent = unit_count
+        self.mapping = np.full(ids.count, unit_count, np.int32)
+        self.owner = np.full(unit_count, -1, np.int32)
+        self.sharers = np.zeros(ids.count, np.int32)
+        self.is_dirty = np.zeros(ids.count, np.bool_)
+        self.dirty = np.empty(ids.count, np.int32)
+        self.dirty_count = 0
+        self.views = tuple(
+            map(memoryview, (self.mapping, self.owner, self.sharers, self.is_dirty, self.dirty))
+        )
 
-    def cell(self, row: int, page: int) -> int:
-        """Index of one cell of a row's page table."""
-        return self.table_start + row * self.row_pages + page
+    def bind(self, ids: np.ndarray, addresses: np.ndarray) -> None:
+        """Maps fresh ids, one sharer each."""
+        self.sharers[ids] = 1
+        self.mapping[ids] = addresses
+        self.owner[addresses] = ids
+        self.touch(ids)
 
-    def read_columns(self, lifetime: Lifetime, pages: int) -> int:
-        """Page-table columns that hold the past a query sees: `pages` for whole context, fewer for a window."""
-        if lifetime.kind != "window":
-            return pages
-        # W - 1 past tokens at any offset within a page.
-        reach = -(-(lifetime.tokens - 2) // self.page_tokens) + 1 if lifetime.tokens > 1 else 0
-        return min(reach, self.row_pages)
+    def move(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Redirects the ids of moved units; sources and destinations are disjoint."""
+        ids = self.owner[sources]
+        self.owner[sources] = -1
+        self.owner[destinations] = ids
+        self.mapping[ids] = destinations
+        self.touch(ids)
 
+    def touch(self, ids: np.ndarray) -> None:
+        """Notes that the device has to hear of these entries."""
+        fresh = ids[~self.is_dirty[ids]]
+        self.is_dirty[fresh] = True
+        self.dirty[self.dirty_count : self.dirty_count + len(fresh)] = fresh
+        self.dirty_count += len(fresh)
 
-def tables_of(plan: Plan, rows: int, row_pages: int | None = None, *, total: int | None = None) -> Tables:
-    """The tables of a plan for `rows` requests; of `total` words in all, or `row_pages` pages per row."""
-    starts, at = [], 0
-    for pool in plan.sub_pools:
-        starts.append(at)
-        at += pool.unit_count if pool.is_slot else plan.id_count
-    if row_pages is None:
-        assert total is not None
-        row_pages = (total - at) // rows
-    absent = tuple(pool.unit_count for pool in plan.sub_pools)
-    return Tables(tuple(starts), absent, at, row_pages, at + rows * row_pages, plan.page_tokens)
+    def bind_one(self, id_: int, address: int) -> None:
+        """`bind` for one id."""
+        mapping, owner, sharers, _, _ = self.views
+        mapping[id_] = address
+        owner[address] = id_
+        sharers[id_] = 1
+        self.touch_one(id_)
+
+    def touch_one(self, id_: int) -> None:
+        """`touch` for one id."""
+        _, _, _, is_dirty, dirty = self.views
+        if not is_dirty[id_]:
+            is_dirty[id_] = True
+            dirty[self.dirty_count] = id_
+            self.dirty_count += 1
+
+    def sharers_of(self, id_: int) -> int:
+        """Sharers of one known id, DROPPED or 0 where it is not mapped."""
+        return self.views[2][id_]
+
+    def drop(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Takes one sharer from each mapped id and unmaps those that have none left.
+
+        Returns:
+          The addresses set free and the ids that are mapped nowhere now.
+        """
+        sharers = self.sharers[ids] - 1
+        self.sharers[ids] = sharers
+        last = ids[sharers == 0]
+        addresses = self.mapping[last]
+        self.mapping[last] = self.absent
+        self.owner[addresses] = -1
+        self.sharers[last] = DROPPED
+        self.touch(last)
+        uses = self.ids.uses[last] - np.uint8(1)
+        self.ids.uses[last] = uses
+        return addresses, last[uses == 0]
+
+    def drop_one(self, id_: int) -> int:
+        """`drop` for one id: the address set free, or absent."""
+        mapping, owner, sharers, _, _ = self.views
+        left = sharers[id_] - 1
+        sharers[id_] = left or DROPPED
+        if left:
+            return self.absent
+        address = mapping[id_]
+        mapping[id_] = self.absent
+        owner[address] = -1
+        self.touch_one(id_)
+        self.ids.uses_view[id_] -= 1
+        return address
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The entries touched since last taken whose ids are still in use: (ids, addresses), int32."""
+        ids = self.dirty[: self.dirty_count].copy()
+        self.is_dirty[ids] = False
+        self.dirty_count = 0
+        ids = ids[self.ids.uses[ids] > 0]
+        return ids, self.mapping[ids]
+
+    def check(self, held: np.ndarray) -> None:
+        """Verifies L7 and L8 against the addresses that hold something. Cost: O(ids + units)."""
+        ids = np.flatnonzero(self.mapping != self.absent)
+        addresses = self.mapping[ids]
+        if not np.array_equal(np.sort(addresses), held):
+            raise InvariantError("L7: the mapped addresses are not the live units")
+        owned = np.flatnonzero(self.owner >= 0)
+        if not np.array_equal(owned, held) or not np.array_equal(self.owner[addresses], ids):
+            raise InvariantError("L7: mapping and owner disagree")
+        if not np.array_equal(np.flatnonzero(self.sharers > 0), ids):
+            raise InvariantError("L8: sharers are counted for other ids than the mapped ones")

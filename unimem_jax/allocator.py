@@ -1,0 +1,393 @@
+"""Ids, mappings, sharers and commitments: the logical half of the allocator.
+
+What it is: the one owner of "which id holds which unit". Requests, prefixes and page tables hold
+  ids; an id is
+mapped to one address in each sub-pool that holds something for it, and to absent (one past the last
+address) elsewhere. What it does not do: it moves no byte and knows no request, no step layout and
+no device.
+
+* Page sub-pools share one space of ids; every slot sub-pool has its own.
+* Sharers are counted per (id, sub-pool). The last one to drop an id in a sub-pool frees its unit
+  there; an id with no unit left anywhere is free. An id dropped in a sub-pool is never mapped there
+  again while it lives.
+* Capacity is one question, `fits`: held (live + committed) + demand. A grant from a commitment
+  always succeeds unless a pin is in the way. Everything is all or nothing, and raises before
+  anything changed.
+
+Invariant (checked by `check` with L1 to L9 of the ledger, the layout and the tables):
+  L10 held == live + committed in every sub-pool, committed >= 0, and held fits.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from unimem_jax.bands import Geometry
+from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
+from unimem_jax.layout import UNIFIED, Batch, Layout, Split
+from unimem_jax.ledger import FENCED, LIVE
+from unimem_jax.plan import GRANULE_BYTES
+from unimem_jax.tables import IdSpace, Table
+
+__all__ = ["UNIFIED", "Allocator", "Batch", "Split"]
+
+Ids = int | Sequence[int] | np.ndarray
+
+
+class Allocator:
+    """Grants ids and units of all sub-pools from one arena.
+
+    Attributes:
+      mapping: per sub-pool int32[ids], id -> address or absent. Read only.
+      held: per sub-pool live + committed units. Read only, and not a capacity: ask `fits`.
+      committed: per sub-pool units promised and not yet granted. Read only.
+      ledger: tickets and pins (`dispatch`, `retire`, `pin`, `fence`, `settled`); unpin through
+        `Allocator.unpin`.
+    Raises:
+      UsageError: the layout is not UNIFIED and not a split that lies in the arena.
+    """
+
+    def __init__(self, geometry: Geometry, layout: str | Split = UNIFIED):
+        self.geometry = geometry
+        self.layout = Layout(geometry, layout)
+        self.ledger = self.layout.ledger
+        pages = IdSpace(geometry.id_count)
+        self.tables = [
+            Table(IdSpace(units) if is_slot else pages, units)
+            for is_slot, units in zip(geometry.is_slot, geometry.unit_counts, strict=True)
+        ]
+        self.pages = pages
+        self.page_pools = tuple(i for i, is_slot in enumerate(geometry.is_slot) if not is_slot)
+        self._siblings = [  # tables that share the ids of each
+            [other for other in self.tables if other.ids is table.ids] for table in self.tables
+        ]
+        self.mapping = tuple(table.mapping for table in self.tables)
+        self.held = [0] * len(self.tables)
+        self.committed = [0] * len(self.tables)
+        self.high_water = [0] * len(self.tables)
+        self.moved_units = [0] * len(self.tables)
+        self.batch_count = 0
+        self.refusal_count = 0
+        self._moves: list[Batch] = []
+
+    def live(self, sub_pool: int) -> int:
+        """Units of a sub-pool that ids hold."""
+        return self.held[sub_pool] - self.committed[sub_pool]
+
+    def fits(self, demand: Sequence[int]) -> bool:
+        """Whether `demand[i]` more units of every sub-pool can be held: the only capacity question.
+
+        Raises:
+          UsageError: a negative count, or not one per sub-pool.
+        Cost: under a microsecond for three sub-pools.
+        """
+        if len(demand) != len(self.held) or min(demand) < 0:
+            raise UsageError(f"a demand is one non-negative count per sub-pool, not {demand!r}")
+        return self.layout.fits([held + more for held, more in zip(self.held, demand)])  # noqa: B905
+
+    def commit(self, demand: Sequence[int]) -> None:
+        """Promises units: they count in `fits` from now on. No address is touched.
+
+        Raises:
+          OutOfMemory: the demand does not fit.
+        """
+        self._require(demand)
+        for index, count in enumerate(demand):
+            self.committed[index] += count
+            self.held[index] += count
+
+    def uncommit(self, demand: Sequence[int]) -> None:
+        """Takes back a promise.
+
+        Raises:
+          UsageError: more than is committed.
+        """
+        self._require_committed(demand)
+        for index, count in enumerate(demand):
+            self.committed[index] -= count
+            self.held[index] -= count
+
+    def make_room(self, demand: Sequence[int], committed: bool = True) -> None:
+        """Decides the layout for a whole step at once, so that the grants that follow move nothing.
+
+        Grants nothing. Grants of several requests first ask here for their sum; then each is served
+        from holes.
+
+        Raises:
+          OutOfMemory: does not fit (not committed), or waits for pins, which it names.
+          UsageError: more than is committed.
+        """
+        if committed:
+            self._require_committed(demand)
+        else:
+            self._require(demand)
+        self._make_room(demand)
+
+    def _require(self, demand: Sequence[int]) -> None:
+        if not self.fits(demand):
+            self.refusal_count += 1
+            raise OutOfMemory(
+                f"{tuple(demand)} more units do not fit beside {tuple(self.held)} held"
+            )
+
+    def _require_committed(self, demand: Sequence[int]) -> None:
+        if len(demand) != len(self.held) or min(demand) < 0:
+            raise UsageError(f"a demand is one non-negative count per sub-pool, not {demand!r}")
+        if any(count > most for count, most in zip(demand, self.committed, strict=True)):
+            raise UsageError(
+                f"{tuple(demand)} units exceed {tuple(self.committed)} committed; commit them first"
+            )
+
+    def _make_room(self, demand: Sequence[int]) -> None:
+        for band, count in zip(self.layout.bands, demand):  # noqa: B905
+            if band.hole_count < count:
+                break
+        else:
+            return
+        try:
+            batches = self.layout.make_room(demand)
+        except OutOfMemory:
+            self.refusal_count += 1
+            raise
+        for batch in batches:
+            self.tables[batch.sub_pool].move(batch.sources, batch.destinations)
+            self.moved_units[batch.sub_pool] += len(batch.sources)
+        self.batch_count += len(batches)
+        self._moves += batches
+
+    def grant_pages(
+        self, count: int, sub_pools: Sequence[int] | None = None, committed: bool = True
+    ) -> np.ndarray:
+        """Grants new ids, each with one page in every named sub-pool.
+
+        Args:
+          sub_pools: page sub-pools that hold something for these ids; all by default. A page of a
+            long chunk that is outside the window already leaves the window's sub-pool out.
+          committed: whether the units come out of a commitment.
+        Returns:
+          int32[count] ids.
+        Raises:
+          OutOfMemory: does not fit (not committed), no id is left, or waits for pins.
+          UsageError: more than is committed, no sub-pool, or one that has no pages.
+        """
+        pools = self.page_pools if sub_pools is None else self._page_pools(sub_pools)
+        self._charge(pools, count, committed, self.pages)
+        ids = self.pages.take(count, len(pools))
+        for index in self.page_pools:
+            if index in pools:
+                self.tables[index].bind(ids, self.layout.take(index, count))
+            else:
+                self.tables[index].touch(
+                    ids
+                )  # the device may still map them there from a former life
+        return ids
+
+    def grant_page(self, sub_pools: Sequence[int] | None = None, committed: bool = True) -> int:
+        """`grant_pages` for one id."""
+        pools = self.page_pools if sub_pools is None else self._page_pools(sub_pools)
+        self._charge(pools, 1, committed, self.pages)
+        id_ = self.pages.take_one(len(pools))
+        for index in self.page_pools:
+            if index in pools:
+                self.tables[index].bind_one(id_, self.layout.take_one(index))
+            else:
+                self.tables[index].touch_one(id_)
+        return id_
+
+    def grant_slot(self, sub_pool: int, committed: bool = True) -> int:
+        """Grants a slot of a state sub-pool. Returns its id, which is known in that sub-pool only.
+
+        Raises:
+          OutOfMemory, UsageError: as `grant_pages`.
+        """
+        table = self._table(sub_pool)
+        if not self.geometry.is_slot[sub_pool]:
+            raise UsageError(f"sub-pool {sub_pool} holds pages; grant_pages serves it")
+        self._charge((sub_pool,), 1, committed, table.ids)
+        id_ = table.ids.take_one(1)
+        table.bind_one(id_, self.layout.take_one(sub_pool))
+        return id_
+
+    def map_more(self, ids: Ids, sub_pool: int, committed: bool = True) -> None:
+        """Grants a page of one more sub-pool to live ids.
+
+        Raises:
+          UsageError: an id is free, is mapped there, or was: a repaired page needs a new id.
+          OutOfMemory: as `grant_pages`.
+        """
+        table = self._table(sub_pool)
+        known = table.ids.known([ids] if isinstance(ids, int) else ids)
+        if (table.ids.uses[known] == 0).any() or table.sharers[known].any():
+            raise UsageError(f"an id is free, or has a page in sub-pool {sub_pool}, or had one")
+        self._charge((sub_pool,), len(known), committed, None)
+        table.bind(known, self.layout.take(sub_pool, len(known)))
+        table.ids.uses[known] += 1
+
+    def _page_pools(self, sub_pools: Sequence[int]) -> tuple[int, ...]:
+        pools = tuple(dict.fromkeys(sub_pools))
+        if not pools or any(pool not in self.page_pools for pool in pools):
+            raise UsageError(f"pages live in sub-pools {self.page_pools}; seen {sub_pools!r}")
+        return pools
+
+    def _charge(
+        self, pools: Sequence[int], count: int, committed: bool, ids: IdSpace | None
+    ) -> None:
+        """Makes room for `count` units in each of the pools and counts them as live."""
+        if count < 0:
+            raise UsageError(f"cannot grant {count} units")
+        demand = [0] * len(self.held)
+        for index in pools:
+            demand[index] = count
+        if committed:
+            self._require_committed(demand)
+        else:
+            self._require(demand)
+        if ids is not None and ids.free_count < count:
+            self.refusal_count += 1
+            raise OutOfMemory(f"{count} ids wanted, {ids.free_count} of {ids.count} are free")
+        self._make_room(demand)
+        for index in pools:
+            if committed:
+                self.committed[index] -= count
+            else:
+                self.held[index] += count
+            self.high_water[index] = max(self.high_water[index], self.live(index))
+
+    def _table(self, sub_pool: int) -> Table:
+        if not 0 <= sub_pool < len(self.tables):
+            raise UsageError(f"sub-pools are 0 to {len(self.tables) - 1}; seen {sub_pool}")
+        return self.tables[sub_pool]
+
+    def share(self, ids: Ids, sub_pool: int) -> None:
+        """Adds one sharer to each id in one sub-pool.
+
+        Raises:
+          UsageError: an id has no unit there.
+        """
+        table = self._table(sub_pool)
+        known = table.ids.known([ids] if isinstance(ids, int) else ids)
+        self._require_mapped(table, known, sub_pool)
+        table.sharers[known] += 1
+
+    def drop(self, ids: Ids, sub_pool: int) -> int:
+        """Takes one sharer from each id in one sub-pool; the last one frees the unit there.
+
+        Returns:
+          Number of units freed.
+        Raises:
+          UsageError: an id has no unit there (freed before, or never granted).
+        """
+        table = self._table(sub_pool)
+        if isinstance(ids, int):
+            if table.sharers_of(table.ids.known_one(ids)) <= 0:
+                raise UsageError(f"id {ids} has no unit in sub-pool {sub_pool}")
+            return self._drop_one(ids, sub_pool)
+        known = table.ids.known(ids)
+        self._require_mapped(table, known, sub_pool)
+        return self._drop(known, sub_pool)
+
+    def free(self, ids: Ids) -> None:
+        """Takes one sharer from each page id in every sub-pool that maps it.
+
+        For a holder that shares all of an id. One that let its window slide over an id that others
+        still hold there drops what it holds sub-pool by sub-pool instead.
+
+        Raises:
+          UsageError: an id is free already.
+        """
+        if isinstance(ids, int):
+            if not self.pages.uses_view[self.pages.known_one(ids)]:
+                raise UsageError(f"page {ids} is free")
+            for index in self.page_pools:
+                if self.tables[index].sharers_of(ids) > 0:
+                    self._drop_one(ids, index)
+            return
+        known = self.pages.known(ids)
+        if (self.pages.uses[known] == 0).any():
+            raise UsageError(f"pages {known[self.pages.uses[known] == 0].tolist()} are free")
+        # Decided before the first drop, which forgets the others of an id that becomes free.
+        mapped = [known[self.tables[index].sharers[known] > 0] for index in self.page_pools]
+        for index, some in zip(self.page_pools, mapped, strict=True):
+            self._drop(some, index)
+
+    def _require_mapped(self, table: Table, known: np.ndarray, sub_pool: int) -> None:
+        is_missing = table.sharers[known] <= 0
+        if is_missing.any():
+            raise UsageError(
+                f"ids {known[is_missing].tolist()} have no unit in sub-pool {sub_pool}"
+            )
+
+    def _drop(self, known: np.ndarray, sub_pool: int) -> int:
+        table = self.tables[sub_pool]
+        addresses, gone = table.drop(known)
+        self.layout.give(sub_pool, addresses)
+        self.held[sub_pool] -= len(addresses)
+        for other in self._siblings[sub_pool]:
+            other.sharers[gone] = 0
+        table.ids.give(gone)
+        return len(addresses)
+
+    def _drop_one(self, id_: int, sub_pool: int) -> int:
+        table = self.tables[sub_pool]
+        address = table.drop_one(id_)
+        if address == table.absent:
+            return 0
+        self.layout.give_one(sub_pool, address)
+        self.held[sub_pool] -= 1
+        if not table.ids.uses_view[id_]:
+            for other in self._siblings[sub_pool]:
+                other.views[2][id_] = 0
+            table.ids.give_one(id_)
+        return 1
+
+    def unpin(self, sub_pool: int, address: int, user: object) -> None:
+        """Ends a pin or fence; a unit freed meanwhile becomes reusable with the last one."""
+        self.layout.unpin(sub_pool, address, user)
+
+    def take_moves(self) -> list[Batch]:
+        """Batches since last taken, to run in this order before anything else of the next step."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def take_changes(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Per sub-pool the (ids, addresses), int32, that the device has not heard of; a drop reads
+        absent.
+
+        Ids that are free now are left out: nothing may refer to them.
+        """
+        return [table.take_changes() for table in self.tables]
+
+    def metrics(self) -> dict[str, int | list[int]]:
+        """Plain numbers; lists have one entry per sub-pool. Cost: O(sub-pools + pins)."""
+        ledger, granules = self.ledger, self.geometry.unit_granules
+        moved = zip(self.moved_units, granules, strict=True)
+        return {
+            "live": [self.live(index) for index in range(len(self.tables))],
+            "committed": list(self.committed),
+            "holes": [band.hole_count for band in self.layout.bands],
+            "pinned": [len(pins) for pins in ledger.pins],
+            "pending": [ledger.pending_count(index) for index in range(len(self.tables))],
+            "high_water": list(self.high_water),
+            "moved_units": list(self.moved_units),
+            "moved_bytes": sum(count * unit for count, unit in moved) * GRANULE_BYTES,
+            "move_batches": self.batch_count,
+            "refusals": self.refusal_count,
+        }
+
+    def check(self) -> None:
+        """Verifies L1 to L10 from scratch.
+
+        Raises:
+          InvariantError: naming the first that fails.
+        Cost: O(ids + units); for tests and idle moments.
+        """
+        self.layout.check()
+        for index, (table, states) in enumerate(zip(self.tables, self.ledger.states, strict=True)):
+            held = np.flatnonzero((states == LIVE) | (states == FENCED))
+            table.check(held)
+            if self.committed[index] < 0 or self.live(index) != len(held):
+                raise InvariantError(f"L10: sub-pool {index} does not hold live + committed units")
+        if not self.layout.fits(self.held):
+            raise InvariantError(f"L10: {tuple(self.held)} held units do not fit")
+        for space in {id(table.ids): table.ids for table in self.tables}.values():
+            space.check([table.sharers for table in self.tables if table.ids is space])

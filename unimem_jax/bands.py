@@ -1,0 +1,281 @@
+"""Where bands may lie: the closed form of capacity, and the choice of target intervals when units
+must move.
+
+What it is: pure functions of integers. A band is the stretch of the arena that a sub-pool occupies.
+  Bands keep the
+physical order of their sub-pools; the low end is anchored at granule 0, the high end at the top
+page of its own grid, floats lie anywhere between. What it does not do: it knows no ids, holds no
+state and moves no byte.
+
+    0                                                                    arena_granules
+    | low end -->      | <-- float --> |      | <-- float --> |      <-- high end |  |
+                                                                     grid of the high end stops here
+
+Invariants of every choice of targets:
+  B1  targets are disjoint, in physical order and inside the arena; an empty band takes no space and
+      is not rounded;
+  B2  a target holds at least as many units as its band is to hold;
+  B3  a pinned unit lies inside its band's target;
+  B4  without pins a choice exists exactly when `fits` says yes;
+  B5  batches run in `batch_order` never write over a unit that has yet to move.
+
+Why `fits` is exact (B4): packing every band down against the one below is the layout with the
+smallest end of each prefix of bands, because rounding up to a grid is monotone; so the high end
+fits above it or above nothing. A choice reaches that layout because the last candidate of each band
+is its packed form.
+
+Why one batch per band suffices (B5): let a batch move the units of band i that lie outside its
+target T_i into free positions inside T_i. If i has units below T_i and above T_i, then T_i lies
+inside the stretch that i occupied before and touches nobody. If i has units below T_i only, T_i
+lies above the lowest unit of i, so it can only touch units of bands above, and any such unit lies
+below its own target; those bands have units on the low side too. So, from the top down, each finds
+the bands above already inside their targets. The mirror image holds for bands with units above T_i
+only, from the bottom up. Neither kind can touch a band of the other kind that waits: a waiting band
+below has all its units under T_i's own old units, a waiting band above has its strays above its
+target.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from unimem_jax.errors import UsageError
+
+EXACT_CANDIDATES = (
+    32  # up to here every number of moved units is tried; beyond, each try is 1/8 larger
+)
+FRONTIER_POINTS = 64  # most partial choices kept from band to band
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the host memory core knows of a plan; one value per sub-pool, in physical order.
+
+    Attributes:
+      arena_granules: size of the arena in granules of 128 bytes.
+      unit_granules: granules of one unit of each sub-pool.
+      ends: "low" (only the first), "high" (only the last) or "float".
+      is_slot: True where a unit is a slot with ids of its own; pages share one space of ids.
+      id_count: number of page ids; 0 if there are no page sub-pools.
+    Raises:
+      UsageError: lengths differ, a size is not positive, or an end stands at the wrong place.
+    """
+
+    arena_granules: int
+    unit_granules: tuple[int, ...]
+    ends: tuple[str, ...]
+    is_slot: tuple[bool, ...]
+    id_count: int
+
+    def __post_init__(self) -> None:
+        count = len(self.unit_granules)
+        if not count or {len(self.ends), len(self.is_slot)} != {count}:
+            raise UsageError(
+                f"one unit size, end and slot flag per sub-pool are needed, not {self}"
+            )
+        if self.arena_granules < 1 or min(self.unit_granules) < 1:
+            raise UsageError(f"the arena and every unit need at least one granule, not {self}")
+        if self.id_count < (not all(self.is_slot)):
+            raise UsageError(f"page sub-pools need at least one id, not {self.id_count}")
+        for index, end in enumerate(self.ends):
+            is_place = {"low": index == 0, "high": index == count - 1, "float": True}
+            if not is_place.get(end, False):
+                raise UsageError(f"sub-pool {index} of {count} cannot be the {end!r} end")
+
+    @cached_property
+    def unit_counts(self) -> tuple[int, ...]:
+        """Addresses of sub-pool i go from 0 to unit_counts[i] - 1; unit_counts[i] means absent."""
+        return tuple(self.arena_granules // unit for unit in self.unit_granules)
+
+    @cached_property
+    def id_counts(self) -> tuple[int, ...]:
+        """Number of ids of each sub-pool: of its pages, or one per possible slot."""
+        slots = zip(self.is_slot, self.unit_counts, strict=True)
+        return tuple(count if is_slot else self.id_count for is_slot, count in slots)
+
+
+def fits(geometry: Geometry, counts: Sequence[int]) -> bool:
+    """Whether `counts[i]` units of every sub-pool i can lie in the arena at once: the closed form.
+
+    Raises:
+      UsageError: a count is negative, or there is not one per sub-pool.
+    Cost: O(sub-pools) integer operations; depends on nothing but the counts.
+    """
+    if len(counts) != len(geometry.ends) or min(counts) < 0:
+        raise UsageError(f"counts must be one non-negative integer per sub-pool, not {counts}")
+    return packed_fits(geometry, counts)
+
+
+def packed_fits(geometry: Geometry, counts: Sequence[int]) -> bool:
+    """`fits` without its checks, for the hot path."""
+    position = 0
+    for unit, end, count in zip(geometry.unit_granules, geometry.ends, counts):  # noqa: B905 (checked by `fits`)
+        if not count:
+            continue
+        if end == "high":
+            return position <= (geometry.arena_granules // unit - count) * unit
+        position = (-(-position // unit) + count) * unit
+    return position <= geometry.arena_granules
+
+
+def choose_targets(
+    geometry: Geometry,
+    occupied: Sequence[Sequence[int]],
+    pinned: Sequence[Sequence[int]],
+    counts: Sequence[int],
+) -> list[Interval] | None:
+    """Intervals for all bands with the fewest granules of units outside them, or None if pins
+    forbid any.
+
+    Args:
+      occupied: per band the ascending addresses that hold something (memoryviews and lists are
+        fastest).
+      pinned: per band the ascending occupied addresses that must stay.
+      counts: per band how many units its interval must hold, at least the occupied ones.
+    Returns:
+      Per band `(lo, hi)` in its own addresses; `lo == hi` for a band that holds nothing.
+    Cost: small when few units must move: the search widens its budget of moved granules from a few
+      units up.
+    Source: shortest path over the bands, low to high, on the Pareto frontier of (granules moved,
+      end granule).
+    """
+    budget = 4 * max(geometry.unit_granules)
+    everything = sum(len(o) * u for o, u in zip(occupied, geometry.unit_granules, strict=True))
+    while True:
+        chosen = _walk(geometry, occupied, pinned, counts, budget)
+        if chosen is not None:
+            return _settle(geometry, occupied, counts, chosen)
+        if budget >= everything:
+            return None
+        budget *= 8
+
+
+def batch_order(sides: Sequence[tuple[bool, bool]]) -> list[int]:
+    """The order in which bands run their batches, see B5.
+
+    Args:
+      sides: per band (has units below its target, has units above its target).
+    Returns:
+      Indices of the bands that have anything to move, first to run first.
+    """
+    rising = [i for i, (below, _) in enumerate(sides) if below]
+    sinking = [i for i, (below, above) in enumerate(sides) if above and not below]
+    return rising[::-1] + sinking
+
+
+# A point of the frontier is (granules moved so far, end granule, lowest addresses chosen so far).
+def _walk(geometry, occupied, pinned, counts, budget):
+    """Lowest address of each band's interval in the cheapest choice within the budget, or None."""
+    points = [(0, 0, ())]
+    for index, count in enumerate(counts):
+        if not count:
+            points = [(cost, end, (*los, None)) for cost, end, los in points]
+            continue
+        unit = geometry.unit_granules[index]
+        expand = _high_candidates if geometry.ends[index] == "high" else _candidates
+        reached = []
+        for cost, end, los in points:
+            lo = -(-end // unit)
+            limit = geometry.arena_granules // unit
+            if lo + count > limit or (len(pinned[index]) and pinned[index][0] < lo):
+                continue
+            for moved, hi in expand(
+                (occupied[index], pinned[index]), (lo, limit), count, (budget - cost) // unit
+            ):
+                reached.append((cost + moved * unit, hi * unit, (*los, lo)))
+        points = _pareto(reached)
+        if not points:
+            return None
+    return points[0][2]
+
+
+def _candidates(held, bounds, count, most):
+    """(units moved, upper edge) for an interval that starts at bounds[0], fewest moved first, the
+    packed form last.
+    """
+    occupied, pinned = held
+    below = bisect_left(occupied, bounds[0])
+    edge = bounds[0] + count
+    if len(pinned):
+        edge = max(edge, pinned[-1] + 1)
+    if edge > bounds[1]:
+        return
+    strays = len(occupied) - bisect_left(
+        occupied, edge
+    )  # must move for the interval to end at `edge`
+    above = 0
+    while below + above <= most:
+        if above >= strays:
+            yield below + strays, edge
+            return
+        yield below + above, occupied[len(occupied) - 1 - above] + 1
+        above += 1 if above < EXACT_CANDIDATES else above // 8
+        above = min(above, strays)
+
+
+def _high_candidates(held, bounds, count, most):
+    below = bisect_left(held[0], bounds[0])
+    if below <= most:
+        yield below, bounds[1]
+
+
+def _pareto(points):
+    """The points that no other point beats in both cost and end, cheapest first; thinned, the
+    shortest end kept.
+    """
+    points.sort(key=lambda point: point[:2])
+    kept = []
+    for point in points:
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    if len(kept) <= FRONTIER_POINTS:
+        return kept
+    step = (len(kept) - 1) / (FRONTIER_POINTS - 1)
+    return [kept[round(step * rank)] for rank in range(FRONTIER_POINTS)]
+
+
+def _settle(geometry, occupied, counts, los):
+    """Intervals as tight as the choice allows, in the slack that the choice leaves between the
+    bands.
+
+    Slack left by the thinned search is used up here, so a band never moves more than its neighbours
+    force it to.
+    """
+    targets = []
+    end = 0
+    for index, count in enumerate(counts):
+        unit = geometry.unit_granules[index]
+        if not count:
+            targets.append((0, 0))
+            continue
+        following = [j for j in range(index + 1, len(counts)) if counts[j]]
+        limit = (
+            los[following[0]] * geometry.unit_granules[following[0]]
+            if following
+            else geometry.arena_granules
+        )
+        floor, ceiling = -(-end // unit), limit // unit
+        first, last = bisect_left(occupied[index], floor), bisect_left(occupied[index], ceiling)
+        kept = (occupied[index][first], occupied[index][last - 1] + 1) if first < last else None
+        lo, hi = _tight(geometry.ends[index], (floor, ceiling), kept, count)
+        targets.append((lo, hi))
+        end = hi * unit
+    return targets
+
+
+def _tight(end, bounds, kept, count):
+    floor, ceiling = bounds
+    if end == "low":
+        return 0, max(count, kept[1] if kept else 0)
+    if end == "high":
+        return min(ceiling - count, kept[0] if kept else ceiling), ceiling
+    if kept is None:
+        lo = floor + (ceiling - floor - count) // 2
+        return lo, lo + count
+    lo, hi = kept
+    lack = max(0, count - (hi - lo))
+    up = min(lack, ceiling - hi) if ceiling - hi >= lo - floor else max(0, lack - (lo - floor))
+    return lo - (lack - up), hi + up

@@ -1,0 +1,373 @@
+"""Which units are free, where each band lies, and how room is made: the physical half of the
+allocator.
+
+What it is: the holes and the frontier of every band, over one ledger. What it does not do: it knows
+  no ids, no
+sharers and no commitments; its caller redirects the mappings of moved units.
+
+    [lo, hi)   a band in addresses of its own grid; each address inside is occupied or a hole
+    holes      a stack of all holes of the band, the next one to hand out last
+
+Room is made by the first rung that suffices: holes; growth into the gaps between bands; the same
+  after every band
+has let go of the holes at its edges; moves (`bands.choose_targets`). The first three cost nothing
+per unit of the pool.
+
+Invariants (checked by `check`):
+  L4  bands are disjoint in granules, in order and inside the arena (split: inside their own share
+      of it);
+  L5  occupied units and holes fill each band exactly, and lie nowhere else;
+  L6  the stack of a band names each of its holes once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from unimem_jax.bands import Geometry, Interval, batch_order, choose_targets, packed_fits
+from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
+from unimem_jax.ledger import (
+    BEYOND,
+    FENCED,
+    GRANT,
+    GROW,
+    HOLE,
+    LIVE,
+    PENDING,
+    TRIM,
+    VACATED,
+    Ledger,
+)
+
+GROWTH_UNITS = 64  # most units a band takes ahead of need, and at most 1/8 of its gap
+UNIFIED = "unified"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A layout of fixed shares, one per sub-pool, for comparison: never moves, never lends.
+
+    Attributes:
+      caps: units of each sub-pool; shares lie in physical order from granule 0.
+    """
+
+    caps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Units of one sub-pool to copy at once; sources and destinations are disjoint.
+
+    Attributes:
+      sources, destinations: int32 addresses of equal length.
+    """
+
+    sub_pool: int
+    sources: np.ndarray
+    destinations: np.ndarray
+
+
+class Band:
+    """Frontier and stack of holes of one sub-pool."""
+
+    __slots__ = ("end", "hi", "hole_count", "hole_view", "holes", "lo", "top", "unit")
+
+    def __init__(self, unit: int, top: int, end: str):
+        self.unit = unit
+        self.top = top
+        self.end = end
+        self.lo = self.hi = top if end == "high" else 0
+        self.holes = np.empty(top, np.int32)
+        self.hole_view = memoryview(self.holes)
+        self.hole_count = 0
+
+    def push(self, addresses: np.ndarray) -> None:
+        """Adds holes; the last one is the next to be handed out."""
+        self.holes[self.hole_count : self.hole_count + len(addresses)] = addresses
+        self.hole_count += len(addresses)
+
+
+class Layout:
+    """Hands out and takes back addresses of all bands. What raises changes nothing."""
+
+    def __init__(self, geometry: Geometry, layout: str | Split = UNIFIED):
+        self.geometry = geometry
+        self.ledger = Ledger(geometry)
+        parts = zip(geometry.unit_granules, geometry.unit_counts, geometry.ends, strict=True)
+        self.bands = [Band(unit, top, end) for unit, top, end in parts]
+        self.shares: list[Interval] | None = None
+        self.caps: tuple[int, ...] = ()
+        if isinstance(layout, Split):
+            self.caps = layout.caps
+            self.shares = _shares(geometry, layout.caps)
+            for band, (lo, _) in zip(self.bands, self.shares, strict=True):
+                band.end, band.lo, band.hi = "low", lo, lo
+        elif layout != UNIFIED:
+            raise UsageError(f"layout must be UNIFIED or Split(caps), not {layout!r}")
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Whether so many units of each sub-pool can be held at once. Cost: O(sub-pools)."""
+        if self.shares is None:
+            return packed_fits(self.geometry, counts)
+        return all(count <= cap for count, cap in zip(counts, self.caps, strict=True))
+
+    def take(self, sub_pool: int, count: int) -> np.ndarray:
+        """Makes that many holes live; `make_room` came before. Returns int32 addresses."""
+        band = self.bands[sub_pool]
+        left = band.hole_count - count
+        addresses = band.holes[left : band.hole_count].copy()
+        self.ledger.apply(sub_pool, addresses, GRANT)
+        band.hole_count = left
+        return addresses
+
+    def take_one(self, sub_pool: int) -> int:
+        """`take` for one unit."""
+        band = self.bands[sub_pool]
+        left = band.hole_count - 1
+        address = band.hole_view[left]
+        self.ledger.apply(sub_pool, address, GRANT)
+        band.hole_count = left
+        return address
+
+    def give(self, sub_pool: int, addresses: np.ndarray) -> None:
+        """Frees live units; those under a pin become holes when the last pin ends."""
+        self.bands[sub_pool].push(self.ledger.free(sub_pool, addresses))
+
+    def give_one(self, sub_pool: int, address: int) -> None:
+        """`give` for one unit."""
+        if self.ledger.free_one(sub_pool, address):
+            band = self.bands[sub_pool]
+            band.hole_view[band.hole_count] = address
+            band.hole_count += 1
+
+    def unpin(self, sub_pool: int, address: int, user: object) -> None:
+        """Ends a pin; see `Ledger.unpin`."""
+        if self.ledger.unpin(sub_pool, address, user):
+            self.bands[sub_pool].push(np.array([address], np.int32))
+
+    def make_room(self, demand: Sequence[int]) -> list[Batch]:
+        """Sees to it that every band has at least `demand[i]` holes.
+
+        Returns:
+          Batches to run in this order before the step that uses the holes; mostly none.
+        Raises:
+          OutOfMemory: pins are in the way; names them. The caller has asked `fits` before.
+        Cost: O(1) per unit on the first three rungs; O(units in the bands) in NumPy when units
+          move.
+        """
+        if self._grow(demand):
+            return []
+        self._trim()
+        if self._grow(demand):
+            return []
+        return self._rearrange(demand)
+
+    def _grow(self, demand):
+        """Opens the missing holes in the gaps between bands, for all bands or for none."""
+        edges = [(band.lo, band.hi) for band in self.bands]
+        for index, (band, count) in enumerate(zip(self.bands, demand, strict=True)):
+            lack = count - band.hole_count
+            if lack > 0:
+                grown = self._grown(index, lack, edges)
+                if grown is None:
+                    return False
+                edges[index] = grown
+        for index, (band, (lo, hi)) in enumerate(zip(self.bands, edges, strict=True)):
+            if (lo, hi) == (band.lo, band.hi):
+                continue
+            if band.lo == band.hi:
+                band.lo = band.hi = lo if band.end != "high" else hi
+            self._open(index, lo, hi)
+        return True
+
+    def _grown(self, index, lack, edges):
+        """Edges of a band after growth by at least `lack` units, toward the wider gap first; None
+        if they do not fit.
+        """
+        floor, ceiling = self._bounds(index, edges)
+        end = self.bands[index].end
+        lo, hi = edges[index]
+        if lo == hi:
+            lo = hi = {"low": floor, "high": ceiling}.get(end, (floor + ceiling) // 2)
+        down = 0 if end == "low" else lo - floor
+        up = 0 if end == "high" else ceiling - hi
+        if up + down < lack:
+            return None
+        wanted = max(lack, min(GROWTH_UNITS, (up + down) // 8))
+        rise = min(wanted, up) if up >= down else max(0, wanted - down)
+        return lo - (wanted - rise), hi + rise
+
+    def _bounds(self, index, edges):
+        """The addresses that a band may cover while its neighbours stay."""
+        if self.shares is not None:
+            return self.shares[index]
+        granules = self.geometry.unit_granules
+        below = [
+            hi * unit for (lo, hi), unit in zip(edges[:index], granules, strict=False) if hi > lo
+        ]
+        above = [
+            lo * unit
+            for (lo, hi), unit in zip(edges[index + 1 :], granules[index + 1 :], strict=True)
+            if hi > lo
+        ]
+        floor = -(-below[-1] // granules[index]) if below else 0
+        ceiling = (above[0] if above else self.geometry.arena_granules) // granules[index]
+        return floor, ceiling
+
+    def _open(self, index, lo, hi):
+        """Grows a band to [lo, hi), a superset of what it covers; the units nearest to it are
+        handed out first.
+        """
+        band = self.bands[index]
+        for start, stop, step in ((lo, band.lo, 1), (band.hi, hi, -1)):
+            if start < stop:
+                self.ledger.apply(index, slice(start, stop), GROW)
+                band.push(np.arange(start, stop, dtype=np.int32)[::step])
+        band.lo, band.hi = lo, hi
+
+    def _trim(self):
+        """Lets every band go of the holes at its edges."""
+        for index, band in enumerate(self.bands):
+            view = memoryview(self.ledger.states[index])
+            hi = band.hi if band.end == "high" else _trimmed_end(view, band.lo, band.hi)
+            lo = band.lo if band.end == "low" else _trimmed_start(view, band.lo, hi)
+            if (lo, hi) == (band.lo, band.hi):
+                continue
+            self.ledger.apply(index, slice(band.lo, lo), TRIM)
+            self.ledger.apply(index, slice(hi, band.hi), TRIM)
+            holes = band.holes[: band.hole_count]
+            holes = holes[(holes >= lo) & (holes < hi)]
+            band.lo, band.hi, band.hole_count = lo, hi, 0
+            band.push(holes)
+
+    def _rearrange(self, demand):
+        states = self.ledger.states
+        occupied = [
+            np.flatnonzero(states[index][band.lo : band.hi] != HOLE) + band.lo
+            for index, band in enumerate(self.bands)
+        ]
+        counts = [len(held) + count for held, count in zip(occupied, demand, strict=True)]
+        pinned = [sorted(pins) for pins in self.ledger.pins]
+        targets = None
+        if self.shares is None:
+            views = [memoryview(held) for held in occupied]
+            targets = choose_targets(self.geometry, views, pinned, counts)
+        if targets is None:
+            raise OutOfMemory(
+                f"the demand {tuple(demand)} waits for pins on {self._blocking(demand)}"
+            )
+        moves = [
+            self._shift(index, targets[index], occupied[index]) for index in range(len(targets))
+        ]
+        order = batch_order([sides for _, sides in moves])
+        return [moves[index][0] for index in order]
+
+    def _blocking(self, demand: Sequence[int]) -> str:
+        """Names the pins in the way of the layout that would be chosen without any."""
+        states = self.ledger.states
+        held = [np.flatnonzero((state == LIVE) | (state == FENCED)) for state in states]
+        counts = [len(live) + count for live, count in zip(held, demand, strict=True)]
+        views = [memoryview(live) for live in held]
+        targets = self.shares or choose_targets(self.geometry, views, [()] * len(held), counts)
+        names = []
+        for index, pins in enumerate(self.ledger.pins):
+            lo, hi = targets[index] if targets else (0, 0)
+            for address, users in sorted(pins.items()):
+                if states[index][address] == PENDING or not lo <= address < hi:
+                    names.append(f"unit {address} of sub-pool {index} (used by {users})")
+        return ", ".join(names)
+
+    def _shift(self, index, target, occupied):
+        """Makes a band cover its target. Returns its batch and (has units below the target, has
+        units above).
+        """
+        band = self.bands[index]
+        lo, hi = target
+        below, above = np.searchsorted(occupied, (lo, hi))
+        sources = np.concatenate((occupied[:below], occupied[above:])).astype(np.int32)
+        states = self.ledger.states[index]
+        for start, stop in ((lo, min(hi, band.lo)), (max(lo, band.hi), hi)):
+            if start < stop:
+                self.ledger.apply(index, slice(start, stop), GROW)
+        holes = (np.flatnonzero(states[lo:hi] == HOLE) + lo).astype(np.int32)
+        # Units from above go to the lowest holes and units from below to the highest, away from
+        # the neighbour that pushes them.
+        rank, left = len(occupied) - above, len(holes) - below
+        destinations = np.concatenate((holes[left:], holes[:rank]))
+        self.ledger.move(index, sources, destinations)
+        for start, stop in ((band.lo, min(band.hi, lo)), (max(band.lo, hi), band.hi)):
+            if start < stop:
+                let_go = np.flatnonzero(states[start:stop] == HOLE) + start
+                self.ledger.apply(index, let_go, TRIM)
+        band.lo, band.hi, band.hole_count = lo, hi, 0
+        if lo == hi:
+            band.lo = band.hi = band.top if band.end == "high" else 0
+        holes = holes[rank:left]
+        band.push(holes[::-1] if band.end == "low" else holes)
+        return Batch(index, sources, destinations), (bool(below), bool(len(occupied) > above))
+
+    def check(self) -> None:
+        """Verifies L1 to L6 from scratch. Raises InvariantError naming the first that fails. Cost:
+        O(units).
+        """
+        self.ledger.check()
+        end = 0
+        for index, band in enumerate(self.bands):
+            lo, hi = band.lo, band.hi
+            if lo < hi:
+                share = self.shares[index] if self.shares else (0, band.top)
+                is_anchored = (band.end != "low" or lo == share[0]) and (
+                    band.end != "high" or hi == band.top
+                )
+                is_inside = lo * band.unit >= end and share[0] <= lo and hi <= share[1]
+                if not (is_anchored and is_inside):
+                    raise InvariantError(f"L4: band {index} covers [{lo}, {hi}) outside its place")
+                end = hi * band.unit
+            states = self.ledger.states[index]
+            is_outside = (states == BEYOND) | (states == VACATED)
+            if is_outside[lo:hi].any() or not (is_outside[:lo].all() and is_outside[hi:].all()):
+                raise InvariantError(f"L5: band {index} and the states of its units disagree")
+            if not np.array_equal(
+                np.sort(band.holes[: band.hole_count]), np.flatnonzero(states == HOLE)
+            ):
+                raise InvariantError(f"L6: the stack of band {index} is not the set of its holes")
+
+
+def _shares(geometry, caps):
+    if len(caps) != len(geometry.ends) or min(caps) < 0:
+        raise UsageError(f"a split needs one non-negative cap per sub-pool, not {caps}")
+    shares = []
+    position = 0
+    for unit, cap in zip(geometry.unit_granules, caps, strict=True):
+        start = -(-position // unit)
+        shares.append((start, start + cap))
+        position = (start + cap) * unit if cap else position
+    if position > geometry.arena_granules:
+        raise UsageError(
+            f"shares of {caps} units need {position} granules; there are {geometry.arena_granules}"
+        )
+    return shares
+
+
+def _trimmed_end(view, lo, hi):
+    """The end of [lo, hi) without its trailing holes. Cost: O(holes dropped)."""
+    window = 64
+    while hi > lo:
+        start = max(lo, hi - window)
+        kept = bytes(view[start:hi]).rstrip(bytes([HOLE]))
+        if kept:
+            return start + len(kept)
+        hi, window = start, window * 8
+    return lo
+
+
+def _trimmed_start(view, lo, hi):
+    window = 64
+    while lo < hi:
+        stop = min(hi, lo + window)
+        kept = bytes(view[lo:stop]).lstrip(bytes([HOLE]))
+        if kept:
+            return stop - len(kept)
+        lo, window = stop, window * 8
+    return hi

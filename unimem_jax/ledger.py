@@ -1,0 +1,283 @@
+"""Who still uses each unit, and until when.
+
+What it is: the state of every unit of every sub-pool, one table of legal transitions and one
+  function that applies
+it; tickets in dispatch order; pins of users that device order does not protect from. What it does
+not do: it chooses no address and knows no ids.
+
+    beyond --grow--> hole --grant--> live --vacate--> vacated --retire--> beyond
+    hole --trim--> beyond           live --free--> hole             vacated --grow--> hole
+    live --free_pinned--> pending --unpin--> hole
+    live --fence--> fenced --unpin--> live          fenced --free_pinned--> pending
+
+* hole: free inside its band. beyond: outside the band; other bands may cover its bytes.
+* pending: freed, but a host copy or a peer still uses the bytes. vacated: moved away by a batch
+  whose step has not retired. fenced: a peer may write it; no device program may use it.
+* Device programs run in dispatch order on the arena, so a unit freed without a pin is a hole at
+  once.
+
+Invariants (checked by `check`):
+  L1  every unit is in a state of the table, and pending and fenced units have a pin;
+  L2  pins lie on live, pending and fenced units only;
+  L3  0 <= retired <= dispatched, and no unit is stamped later than the next ticket.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+
+import numpy as np
+
+from unimem_jax.bands import Geometry
+from unimem_jax.errors import InvariantError, UsageError
+
+BEYOND, HOLE, LIVE, PENDING, VACATED, FENCED = range(6)
+STATES = ("beyond", "hole", "live", "pending", "vacated", "fenced")
+GROW, TRIM, GRANT, FREE, FREE_PINNED, VACATE, RETIRE, PIN, UNPIN, FENCE = range(10)
+EVENTS = (
+    "grow",
+    "trim",
+    "grant",
+    "free",
+    "free_pinned",
+    "vacate",
+    "retire",
+    "pin",
+    "unpin",
+    "fence",
+)
+CALLER_EVENTS = frozenset(
+    {FREE, FREE_PINNED, PIN, UNPIN, FENCE}
+)  # a wrong one is the caller's fault, not ours
+REFUSED = 255
+
+TRANSITIONS = {
+    (BEYOND, GROW): HOLE,
+    (VACATED, GROW): HOLE,
+    (HOLE, TRIM): BEYOND,
+    (HOLE, GRANT): LIVE,
+    (LIVE, FREE): HOLE,
+    (LIVE, FREE_PINNED): PENDING,
+    (FENCED, FREE_PINNED): PENDING,
+    (LIVE, VACATE): VACATED,
+    (VACATED, RETIRE): BEYOND,
+    (LIVE, PIN): LIVE,
+    (LIVE, UNPIN): LIVE,
+    (PENDING, UNPIN): HOLE,
+    (FENCED, UNPIN): LIVE,
+    (LIVE, FENCE): FENCED,
+}
+_TABLE = np.full((len(EVENTS), len(STATES)), REFUSED, np.uint8)
+for (_state, _event), _next in TRANSITIONS.items():
+    _TABLE[_event, _state] = _next
+_ROWS = tuple(bytes(row) for row in _TABLE)  # the same table for one unit at a time
+
+Addresses = int | slice | np.ndarray
+
+
+class Ledger:
+    """States, tickets and pins of all units. Its methods change nothing when they raise.
+
+    Attributes:
+      states: uint8[unit_count] per sub-pool.
+      pins: per sub-pool {address: [user, ...]}, a user once per pin.
+      dispatched, retired: the last ticket given out and the last one retired; tickets start at 1.
+    """
+
+    def __init__(self, geometry: Geometry):
+        self.geometry = geometry
+        self.states = [np.full(count, BEYOND, np.uint8) for count in geometry.unit_counts]
+        self.pins: list[dict[int, list[Hashable]]] = [{} for _ in geometry.ends]
+        self.dispatched = 0
+        self.retired = 0
+        self._views = [memoryview(state) for state in self.states]
+        self._stamps = [np.zeros(count, np.int64) for count in geometry.unit_counts]
+        self._stamp_views = [memoryview(stamp) for stamp in self._stamps]
+        self._vacated: deque[tuple[int, int, np.ndarray]] = deque()
+
+    def apply(self, sub_pool: int, addresses: Addresses, event: int) -> None:
+        """Takes every named unit along its arrow of the table, or none if one has no such arrow.
+
+        Args:
+          addresses: one address, a slice of addresses or an integer array without repeats.
+        Raises:
+          UsageError: a caller's event meets a unit that it cannot happen to. InvariantError: ours
+            does.
+        Cost: one table look-up per unit.
+        """
+        if isinstance(addresses, int):
+            view = self._views[sub_pool]
+            following = _ROWS[event][view[addresses]]
+            if following == REFUSED:
+                self._refuse(sub_pool, addresses, event)
+            view[addresses] = following
+            return
+        states = self.states[sub_pool]
+        reached = _TABLE[event].take(states[addresses])
+        if reached.size and reached.max() == REFUSED:
+            refused = np.arange(len(states))[addresses][reached == REFUSED]
+            self._refuse(sub_pool, int(refused[0]), event)
+        states[addresses] = reached
+
+    def _refuse(self, sub_pool, address, event):
+        blame = UsageError if event in CALLER_EVENTS else InvariantError
+        state = STATES[self.states[sub_pool][address]]
+        raise blame(f"cannot {EVENTS[event]} unit {address} of sub-pool {sub_pool}: it is {state}")
+
+    def free(self, sub_pool: int, addresses: np.ndarray) -> np.ndarray:
+        """Frees live units and stamps them with the last dispatched ticket.
+
+        Returns:
+          Those that became holes at once; the others are pending under a pin.
+        """
+        pins = self.pins[sub_pool]
+        if pins:
+            is_held = np.fromiter((address in pins for address in addresses.tolist()), bool)
+            self.apply(sub_pool, addresses[is_held], FREE_PINNED)
+            self._stamps[sub_pool][addresses[is_held]] = self.dispatched
+            addresses = addresses[~is_held]
+        self.apply(sub_pool, addresses, FREE)
+        self._stamps[sub_pool][addresses] = self.dispatched
+        return addresses
+
+    def free_one(self, sub_pool: int, address: int) -> bool:
+        """`free` for one unit. Returns whether it became a hole."""
+        pins = self.pins[sub_pool]
+        is_held = bool(pins) and address in pins
+        self.apply(sub_pool, address, FREE_PINNED if is_held else FREE)
+        self._stamp_views[sub_pool][address] = self.dispatched
+        return not is_held
+
+    def move(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Takes live units to holes: the sources are vacated, the destinations live.
+
+        Both are stamped with the next ticket, since the step that copies them is not dispatched
+        yet.
+        """
+        if not len(sources):
+            return
+        self.apply(sub_pool, sources, VACATE)
+        self.apply(sub_pool, destinations, GRANT)
+        self._stamps[sub_pool][sources] = self.dispatched + 1
+        self._stamps[sub_pool][destinations] = self.dispatched + 1
+        self._vacated.append((self.dispatched + 1, sub_pool, sources))
+
+    def dispatch(self) -> int:
+        """Numbers the device program that was just dispatched."""
+        self.dispatched += 1
+        return self.dispatched
+
+    def retire(self, ticket: int) -> None:
+        """Records that a program has finished on all shards. Tickets retire in order, one by one.
+
+        Raises:
+          UsageError: the ticket is not the next one, or was never given out.
+        """
+        if ticket != self.retired + 1 or ticket > self.dispatched:
+            raise UsageError(
+                f"ticket {ticket} cannot retire: tickets retire one by one, {self.retired} was the last "
+                f"and {self.dispatched} is dispatched"
+            )
+        self.retired = ticket
+        while self._vacated and self._vacated[0][0] <= ticket:
+            _, sub_pool, addresses = self._vacated.popleft()
+            still = self.states[sub_pool][addresses] == VACATED
+            still &= self._stamps[sub_pool][addresses] == ticket  # not vacated once more since
+            self.apply(sub_pool, addresses[still], RETIRE)
+
+    def settled(self, sub_pool: int, address: int) -> bool:
+        """Whether every program that used the bytes of a unit before its present owner has retired.
+
+        The bytes may have belonged to units of other sub-pools, so all units that overlap them are
+        asked.
+        """
+        unit = self.geometry.unit_granules[sub_pool]
+        begin, end = address * unit, (address + 1) * unit
+        for other, stamps in zip(self.geometry.unit_granules, self._stamps, strict=True):
+            overlap = stamps[begin // other : -(-end // other)]
+            if overlap.size and overlap.max() > self.retired:
+                return False
+        return True
+
+    def pin(self, sub_pool: int, address: int, user: Hashable) -> None:
+        """Keeps a live unit where it is, and its bytes unused after it is freed, until the same
+        user unpins it.
+
+        Raises:
+          UsageError: the unit is not live, or no such address.
+        """
+        self._known(sub_pool, address)
+        self.apply(sub_pool, address, PIN)
+        self.pins[sub_pool].setdefault(address, []).append(user)
+
+    def fence(self, sub_pool: int, address: int, peer: Hashable) -> None:
+        """Gives a live unit to a peer that will write it; after this its address may be published.
+
+        Raises:
+          UsageError: the unit is not live, has other users, or a program that used its bytes has
+            not retired.
+        """
+        self._known(sub_pool, address)
+        if address in self.pins[sub_pool]:
+            raise UsageError(
+                f"unit {address} of sub-pool {sub_pool} is pinned; a fenced unit has one user only"
+            )
+        if not self.settled(sub_pool, address):
+            raise UsageError(
+                f"unit {address} of sub-pool {sub_pool} was used after ticket {self.retired}; "
+                "retire the later ones first"
+            )
+        self.apply(sub_pool, address, FENCE)
+        self.pins[sub_pool][address] = [peer]
+
+    def unpin(self, sub_pool: int, address: int, user: Hashable) -> bool:
+        """Ends one pin or fence of a user.
+
+        Returns:
+          True if the unit was pending and is a hole now.
+        Raises:
+          UsageError: the user holds no pin there.
+        """
+        self._known(sub_pool, address)
+        users = self.pins[sub_pool].get(address, [])
+        if user not in users:
+            raise UsageError(f"{user!r} holds no pin on unit {address} of sub-pool {sub_pool}")
+        users.remove(user)
+        if users:
+            return False
+        del self.pins[sub_pool][address]
+        was_pending = self._views[sub_pool][address] == PENDING
+        self.apply(sub_pool, address, UNPIN)
+        return was_pending
+
+    def pending_count(self, sub_pool: int) -> int:
+        """Units that wait for a pin. Cost: O(pins)."""
+        view = self._views[sub_pool]
+        return sum(view[address] == PENDING for address in self.pins[sub_pool])
+
+    def _known(self, sub_pool, address):
+        if not 0 <= sub_pool < len(self.states) or not 0 <= address < len(self.states[sub_pool]):
+            raise UsageError(f"no unit {address} in sub-pool {sub_pool}; addresses start at 0")
+
+    def check(self) -> None:
+        """Verifies L1 to L3 from scratch. Raises InvariantError naming the first that fails. Cost:
+        O(units).
+        """
+        for index, (states, stamps) in enumerate(zip(self.states, self._stamps, strict=True)):
+            protected = set(np.flatnonzero((states == PENDING) | (states == FENCED)).tolist())
+            if states.size and states.max() >= len(STATES):
+                raise InvariantError(f"L1: sub-pool {index} has a unit in no known state")
+            if not protected <= self.pins[index].keys():
+                raise InvariantError(
+                    f"L1: sub-pool {index} has pending or fenced units without a pin"
+                )
+            allowed = protected | {a for a in self.pins[index] if states[a] == LIVE}
+            if self.pins[index].keys() - allowed or not all(self.pins[index].values()):
+                raise InvariantError(f"L2: sub-pool {index} has pins on units that nobody holds")
+            if stamps.size and stamps.max() > self.dispatched + 1:
+                raise InvariantError(
+                    f"L3: sub-pool {index} has a unit stamped after the next ticket"
+                )
+        if not 0 <= self.retired <= self.dispatched:
+            raise InvariantError(
+                f"L3: ticket {self.retired} retired, but only {self.dispatched} dispatched"
+            )
