@@ -17,7 +17,7 @@ HOST_LAYERS = (
     ("ledger",),
     ("layout",),
     ("allocator",),
-    ("packet", "tables"),
+    ("packet", "tables", "price"),
     ("memory",),
     ("schedule",),
     ("simulate",),
