@@ -28,7 +28,7 @@ from unimem_jax.packet import LAST_TOKEN, Packet, Shape, fields
 from unimem_jax.plan import Plan, SubPool
 from unimem_jax.spec import STORED_DTYPES, Part, PartKey
 from unimem_jax.store import PackedStore
-from unimem_jax.tables import Tables, tables_of
+from unimem_jax.page_tables import Tables, tables_of
 from unimem_jax.views import Views
 
 jax.tree_util.register_dataclass(Packet, data_fields=["words"], meta_fields=["shape"])
