@@ -60,8 +60,11 @@ class Prices:
             for pool in self.plan.sub_pools
         )  # fmt: skip
 
-    def peak(self, total: int, chunk: int) -> Demand:
-        """Most units that a request of `total` tokens ever holds if it grows by at most `chunk` tokens a step."""
+    def peak(self, total: int, chunk: int, fused: int = 1) -> Demand:
+        """Most units that a request of `total` tokens ever holds.
+
+        It grows by chunks of at most `chunk` tokens, or by at most `fused` decode steps granted ahead.
+        """
         found = []
         for pool in self.plan.sub_pools:
             if pool.is_slot:
@@ -70,7 +73,8 @@ class Prices:
             pages = self.pages(total)
             if pool.lifetime.kind == "window":
                 before = self._touched(pool.lifetime.tokens - 1)
-                pages = min(pages, before + self._touched(min(chunk, pool.lifetime.tokens)))
+                new = max(min(chunk, pool.lifetime.tokens), fused)
+                pages = min(pages, before + self._touched(new))
             found.append(pages)
         return tuple(found)
 
