@@ -111,7 +111,7 @@ def files():
 
 
 def assert_kept(rule: Rule, files: dict[str, str]) -> None:
-    breaches = list(rule.breaches(files))
+    breaches = list(dict.fromkeys(rule.breaches(files)))
     listing = "\n".join(f"  {breach}" for breach in breaches)
     assert not breaches, f"\nRule: {rule.sentence}.\n{listing}\nCure: {rule.cure}."
 

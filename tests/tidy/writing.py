@@ -14,7 +14,8 @@ HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
 # Words of how a change came about, and paths that exist on one machine only.
 STRAY = re.compile(
-    r"(?<![\w.=\"'])(?:sessions?|agents?)\b|\.\./shared|(?<![\w.])/(?:work|root|home|opt|mnt|Users)/",
+    r"(?<![\w.=\"'])(?:sessions?|agents?)\b"
+    r"|\.\./shared|(?<![\w.])/(?:work|root|home|opt|mnt|Users)/",
     re.IGNORECASE,
 )
 
