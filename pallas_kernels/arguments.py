@@ -1,10 +1,11 @@
-"""Checks of what every op is given, at trace time; a message names the argument and says what is allowed.
+"""Checks of what every op is given, at trace time.
 
-Nothing here looks at values, which are not known while tracing.
+A message names the argument and says what is allowed. Values, not known while tracing, are not
+looked at.
 """
 
-from jax import Array
 import jax.numpy as jnp
+from jax import Array
 
 from .errors import ArgumentError
 
@@ -12,7 +13,7 @@ ROW_LIMIT = 2**31  # rows are int32 on the device, and one past the last row mus
 
 
 def require_arena(arena: Array) -> None:
-    """Raises ArgumentError unless `arena` is uint32[rows, row_words] whose every row has an int32 number."""
+    """Raises ArgumentError unless `arena` is uint32[rows, row_words] with int32 row numbers."""
     if arena.dtype != jnp.uint32 or arena.ndim != 2:
         raise ArgumentError(
             f"arena is {arena.dtype}{list(arena.shape)}; it must be uint32[rows, row_words]"
@@ -42,5 +43,6 @@ def require_words(offset_words: int, words: int, row_words: int) -> None:
     """Raises ArgumentError unless words [offset_words, offset_words + words) lie inside a row."""
     if offset_words < 0 or words < 1 or offset_words + words > row_words:
         raise ArgumentError(
-            f"words [{offset_words}, {offset_words + words}) are not a window of a row of {row_words} words"
+            f"words [{offset_words}, {offset_words + words}) are not a window of a row "
+            f"of {row_words} words"
         )

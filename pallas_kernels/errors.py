@@ -1,9 +1,9 @@
-"""The two ways in which a call of an op can be refused. Both are raised while tracing, before anything runs."""
+"""The two ways in which an op refuses a call, both while tracing, before anything runs."""
 
 
 class ArgumentError(ValueError):
-    """An argument has a shape, dtype or value the op does not take. Names it and says what is allowed."""
+    """An argument's shape, dtype or value is not taken. Names it and says what is allowed."""
 
 
 class UnsupportedPlatform(NotImplementedError):
-    """The implementation asked for by name does not exist on the platform that the program is for."""
+    """The implementation asked for by name does not exist on the platform of the program."""
