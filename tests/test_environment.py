@@ -88,14 +88,21 @@ def test_a_pyenv_in_another_place_is_found(tmp_path):
     assert search.stdout == f"venv {python}\n"
 
 
+def test_a_python_of_unknown_age_comes_after_the_known_ones(tmp_path):
+    unknown = write_python(tmp_path / "bin/python3")
+    assert find_python(tmp_path).stdout == f"venv {unknown}\n"
+    known = write_python(tmp_path / ".pyenv/versions/3.13.0/bin/python3")
+    assert find_python(tmp_path).stdout == f"venv {known}\n"
+
+
 def test_uv_alone_is_asked_for_a_python(tmp_path):
     write_script(tmp_path / "bin/uv", f"#!{SHELL}\n")
-    assert find_python(tmp_path).stdout == "uv >=3.12\n"
+    assert find_python(tmp_path).stdout == "uv >=3.12,<3.15\n"
 
 
 def test_uv_off_the_path_is_found_where_its_installer_puts_it(tmp_path):
     write_script(tmp_path / ".local/bin/uv", f"#!{SHELL}\n")
-    assert find_python(tmp_path).stdout == "uv >=3.12\n"
+    assert find_python(tmp_path).stdout == "uv >=3.12,<3.15\n"
 
 
 def test_uv_stands_in_for_a_missing_ensurepip(tmp_path):
