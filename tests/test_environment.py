@@ -202,3 +202,33 @@ def test_no_python_leaves_no_environment_behind(clone):
     clone.python.unlink()
     assert clone.install() != 0
     assert not (clone.folder / ".venv").exists()
+
+
+@pytest.fixture
+def stages(clone):
+    """Runs `.ci/run` where every stage only writes down that it ran, and `make lint` fails."""
+    folder, log = clone.folder, clone.folder / "ran"
+    (folder / "pyproject.toml").write_text('  "jax>=1.2.3,<2",\n')
+    for name in ("oldest", "h200"):
+        write_script(folder / f".ci/{name}", f"#!{SHELL}\necho {name} $* >>{str(log)!r}\n")
+    write_script(folder / "bin/make", f'#!{SHELL}\necho make $* >>{str(log)!r}\n[ "$*" != lint ]\n')
+    run = subprocess.run(
+        ["bash", folder / ".ci/run"],
+        env={**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    return run, log.read_text().splitlines()
+
+
+def test_a_stage_that_fails_fails_the_run_and_hides_no_other(stages):
+    run, ran = stages
+    assert run.returncode == 1
+    assert {"make test", "make lint", "make types", "h200"} <= set(ran)
+    (line,) = [line for line in run.stdout.splitlines() if "FAILED" in line]
+    assert line.startswith("lint ")
+    assert line.endswith("FAILED (exit code 1)")
+
+
+def test_the_oldest_jax_is_the_lower_bound_that_users_get(stages):
+    assert {"oldest 1.2.3", "h200 1.2.3"} <= set(stages[1])
