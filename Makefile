@@ -3,13 +3,14 @@
 
 BIN = .venv/bin
 
-.PHONY: help environment demo test test-slow test-h200 lint format types ci clean
+.PHONY: help environment demo test test-slow test-h200 shapes lint format types ci clean
 
 help:
 	@echo "make demo       32 prompts on the embedded model, a table and a picture of the arena"
 	@echo "make test       the default test suite, about 15 minutes on 2 cores"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-h200  compile for an H200 without one, in an environment of its own"
+	@echo "make shapes     kernels and model, with every array annotation checked as they run"
 	@echo "make lint       ruff, and is the code formatted"
 	@echo "make format     format the code"
 	@echo "make types      mypy on the built wheel"
@@ -30,6 +31,11 @@ test-slow: environment
 
 test-h200:
 	.ci/h200
+
+# Bad input is left out: it would meet the checker before it meets the error that it is due.
+shapes: environment
+	$(BIN)/python -m pytest tests/kernels -k "not refused" \
+	    --jaxtyping-packages=unimem_jax.pallas_kernels,unimem_jax.draw,beartype.beartype
 
 lint: environment
 	$(BIN)/ruff check .

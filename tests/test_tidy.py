@@ -98,6 +98,7 @@ ALLOWED = [
     ),
     ("many_parameters", {"models/a.py": "class A:\n    def f(self, a, b, c, d, e): ..."}),
     ("banned_names", {"tests/test_a.py": "def f(tmp_path): return tmp_path.data"}),
+    ("banned_names", {"tests/test_a.py": "@given(st.data())\ndef f(data): ..."}),
     ("missing_docstrings", {"unimem_jax/plan.py": "'''Plan.'''\ndef _f(): ..."}),
     ("environment_reads", {"unimem_jax/cli.py": "import os\nos.environ['P']"}),
     ("dead_links", {"docs/A.md": "# On a page\n[a](#on-a-page) [b](../LICENSE)", "LICENSE": ""}),
