@@ -1,0 +1,1 @@
+"""Measurements, each its own command: `python -m bench NAME`."""
