@@ -49,13 +49,12 @@ def move_units_mosaic(
     granules = gcd(unit_words, arena.size) // GRANULE_WORDS
     row_granules = max(width for width in range(1, 9) if granules % width == 0)
     view = arena.reshape(-1, row_granules * GRANULE_WORDS)
-    rows = unit_words // view.shape[1]
-    box_rows = min(rows, box_bytes // (4 * view.shape[1]))
-    boxes, tail_rows = divmod(rows, box_rows)
-    body = partial(_move_boxes, unit_rows=rows, pieces=((boxes, box_rows), (1, tail_rows)))
+    view_unit_rows = unit_words // view.shape[1]
+    box_rows = min(view_unit_rows, box_bytes // (4 * view.shape[1]))
+    boxes = view_unit_rows // box_rows
     view_ref = jax.new_ref(view, memory_space=plgpu.GMEM)
     plgpu.kernel(
-        body,
+        partial(_move_units_body, unit_rows=view_unit_rows),
         out_type=(),
         grid=(min(blocks, sources.shape[0] * boxes),),
         grid_names=("block",),
@@ -68,40 +67,43 @@ def move_units_mosaic(
     return jax.freeze(view_ref).reshape(arena.shape)
 
 
-def _move_boxes(
-    arena, sources, destinations, count, ring, arrived, *,
-    unit_rows: int, pieces: tuple[tuple[int, int], ...],
-) -> None:  # fmt: skip
-    """Kernel body: this block's share of the boxes of the first `count` units."""
+def _move_units_body(
+    arena: Any,
+    sources: Any,
+    destinations: Any,
+    count: Any,
+    ring: Any,
+    arrived: Any,
+    *,
+    unit_rows: int,
+) -> None:
+    """Moves this block's share of the boxes; all arguments are Refs but `unit_rows`."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     live = jnp.clip(count[0], 0, sources.shape[0])
-    first_row = 0
-    # [0, boxes * box_rows)          whole boxes of a unit
-    # [boxes * box_rows, unit_rows)  its tail, one smaller box, or nothing
-    for boxes, box_rows in pieces:
-        if not box_rows:
-            continue
 
-        def box_of(addresses, index, boxes=boxes, box_rows=box_rows, first_row=first_row):
+    def move_boxes(first_row: int, boxes: int, box_rows: int) -> None:
+        def box_of(addresses: Any, index: Array) -> Any:
             number = block + index * blocks
             unit, place = lax.div(number, boxes), lax.rem(number, boxes)
             row = addresses[unit] * unit_rows + (first_row + place * box_rows)
             return arena.at[pl.ds(row, box_rows)]
 
-        def stage_of(index, box_rows=box_rows):
+        def stage_of(index: Array) -> Any:
             return ring.at[lax.rem(index, STAGES), pl.ds(0, box_rows)]
 
-        def load(index, box_of=box_of, stage_of=stage_of):
-            barrier = arrived.at[lax.rem(index, STAGES)]
-            plgpu.copy_gmem_to_smem(box_of(sources, index), stage_of(index), barrier)
+        def arrival_of(index: Array) -> Any:
+            return arrived.at[lax.rem(index, STAGES)]
+
+        def load(index: Array) -> None:
+            plgpu.copy_gmem_to_smem(box_of(sources, index), stage_of(index), arrival_of(index))
 
         own = lax.div(jnp.maximum(live * boxes - block + blocks - 1, 0), blocks)
         for index in range(STAGES):
             pl.when(index < own)(partial(load, jnp.int32(index)))
 
         @pl.loop(0, own)
-        def _(index, own=own, load=load, box_of=box_of, stage_of=stage_of):
-            plgpu.barrier_wait(arrived.at[lax.rem(index, STAGES)])
+        def _(index: Array) -> None:
+            plgpu.barrier_wait(arrival_of(index))
             plgpu.copy_smem_to_gmem(stage_of(index), box_of(destinations, index))
             # At most the store just issued still reads its stage; the one before is free.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -109,4 +111,11 @@ def _move_boxes(
             pl.when((index > 0) & (refill < own))(partial(load, refill))
 
         plgpu.wait_smem_to_gmem(0)
-        first_row += boxes * box_rows
+
+    # [0, whole * box_rows)          whole boxes of a unit
+    # [whole * box_rows, unit_rows)  its tail: one smaller box, or nothing
+    box_rows = ring.shape[1]
+    whole, tail_rows = divmod(unit_rows, box_rows)
+    move_boxes(0, whole, box_rows)
+    if tail_rows:
+        move_boxes(whole * box_rows, 1, tail_rows)

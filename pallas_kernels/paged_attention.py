@@ -69,12 +69,12 @@ def attend(
     grouped = jnp.swapaxes(grouped, 1, 2)
 
     parts = [(fresh, _fresh_mask(valid, window))]
-    if past is not None:
+    if past is not None and past_mask is not None:
         parts.insert(0, (past, past_mask))
     scores = [_scores(grouped, part.key, mask, scale, soft_cap) for part, mask in parts]
     top = jnp.float32(FLOOR)
     for score in scores:
-        top = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True))
+        top = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True, initial=FLOOR))
     total = jnp.zeros_like(top)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, key_heads, 1, -1, 1)
