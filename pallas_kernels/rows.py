@@ -85,8 +85,8 @@ def scatter_rows(
         )
     require_words(offset_words, entries.shape[1], arena.shape[1])
     if rows.shape[0] == 1:
-        # XLA turns a scatter of one row into a read-modify-write of that row and copies the arena
-        # for it (jax 0.12 on the CPU); a second row, which is dropped, keeps it a scatter.
+        # XLA turns a scatter of one row into a slice update, and two of those through two views of
+        # the arena copy it; a second row, which is dropped, keeps this a scatter.
         rows = jnp.concatenate([rows, jnp.full_like(rows, arena.shape[0])])
         entries = jnp.concatenate([entries, entries])
     starts = jnp.stack([rows, jnp.full_like(rows, offset_words)], axis=-1)
