@@ -4,7 +4,10 @@ import importlib
 import sys
 
 COMMANDS = {
-    "decode": ("bench.decode", "tokens/s of the decode loop, packed entries beside one array per layer"),
+    "decode": (
+        "bench.decode",
+        "tokens/s of the decode loop, packed entries beside one array per layer",
+    ),
     "train-embedded": ("bench.train_embedded", "trains the embedded model from public text"),
 }
 

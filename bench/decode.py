@@ -1,7 +1,9 @@
-"""`python -m bench decode [--json FILE]`: tokens per second of the decode loop on the embedded model.
+"""`python -m bench decode [--json FILE]`: tokens per second of the decode loop on the embedded
+model.
 
-Two stores run the same step over the same requests: the packed arena, and one array per part of every layer. They
-take turns in short blocks of steps, so that a noisy machine disturbs both alike; the ratio is the figure to read.
+Two stores run the same step over the same requests: the packed arena, and one array per part of
+every layer. They take turns in short blocks of steps, so that a noisy machine disturbs both alike;
+the ratio is the figure to read.
 """
 
 import argparse
@@ -37,9 +39,7 @@ class Loop:
         self.params = params
         self.requests = [self.memory.open() for _ in range(batch)]
         prompts = np.random.default_rng(batch).integers(1, model.vocab_size, (batch, PROMPT_TOKENS))
-        self.run(
-            [Work(r, PROMPT_TOKENS, p) for r, p in zip(self.requests, prompts, strict=True)]
-        )
+        self.run([Work(r, PROMPT_TOKENS, p) for r, p in zip(self.requests, prompts, strict=True)])
         self.steps(2)
 
     def run(self, work: list[Work]) -> np.ndarray:
@@ -67,9 +67,7 @@ def measure(model: Any, params: Any, plan: um.Plan, batch: int) -> dict[str, Any
         pair = [("packed", packed), ("per_layer", layered)]
         for name, loop in pair if block % 2 else pair[::-1]:
             seconds[name].append(loop.steps(BLOCK_STEPS))
-    rate = {
-        name: batch * BLOCK_STEPS / statistics.median(times) for name, times in seconds.items()
-    }
+    rate = {name: batch * BLOCK_STEPS / statistics.median(times) for name, times in seconds.items()}
     ratios = [b / a for a, b in zip(seconds["packed"], seconds["per_layer"], strict=True)]
     return {
         "batch": batch,

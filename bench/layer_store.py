@@ -1,7 +1,9 @@
-"""One array per part of every layer, as JAX engines usually keep their state: the other side of a comparison.
+"""One array per part of every layer, as JAX engines usually keep their state: the other side of a
+comparison.
 
-`LayerStore` answers the same calls as `PackedStore` over the same addresses, so the same step, views, tables and
-memory run on it, and what is measured is the packing alone. It cannot move units between sub-pools and does not try.
+`LayerStore` answers the same calls as `PackedStore` over the same addresses, so the same step,
+views, tables and memory run on it, and what is measured is the packing alone. It cannot move units
+between sub-pools and does not try.
 """
 
 from dataclasses import dataclass

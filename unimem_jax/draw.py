@@ -1,7 +1,8 @@
 """Draws the next token from logits, on the device.
 
-Each row's randomness comes from its own seed and the position of the token to be drawn, so neighbours, padding,
-chunks and restarts change nothing. Filters apply in the usual order: temperature, top-k, top-p, min-p.
+Each row's randomness comes from its own seed and the position of the token to be drawn, so
+neighbours, padding, chunks and restarts change nothing. Filters apply in the usual order:
+temperature, top-k, top-p, min-p.
 """
 
 import jax
@@ -26,7 +27,8 @@ def draw(
     Returns:
       The most likely token (lowest id among equals) where the temperature is 0.
     Cost: one sort of the vocabulary if any row is not greedy.
-    Source: nucleus sampling, Holtzman et al. 2020 (arXiv:1904.09751); min-p, Nguyen et al. 2024 (arXiv:2407.01082);
+    Source: nucleus sampling, Holtzman et al. 2020 (arXiv:1904.09751); min-p, Nguyen et al. 2024
+    (arXiv:2407.01082);
       the Gumbel-max form of a categorical draw.
     """
     temperature = lax.bitcast_convert_type(options[:, 0], jnp.float32)

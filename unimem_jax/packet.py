@@ -1,15 +1,18 @@
-"""The int32 layout of a packet: everything the host decided for one step, in one array and one transfer.
+"""The int32 layout of a packet: everything the host decided for one step, in one array and one
+transfer.
 
-A packet has a static shape, so that few programs serve all traffic, and one array of words. Packets are of two kinds.
-A step packet runs the model for up to `rows` requests of up to `tokens` new tokens each. An upkeep packet runs no
-model: it carries moves of one sub-pool and changes of the tables that did not fit the next step packet.
+A packet has a static shape, so that few programs serve all traffic, and one array of words. Packets
+are of two kinds. A step packet runs the model for up to `rows` requests of up to `tokens` new
+tokens each. An upkeep packet runs no model: it carries moves of one sub-pool and changes of the
+tables that did not fit the next step packet.
 
-    updates_index | updates_value | row | slot | position | count | start | emit | options | tokens      step
-    updates_index | updates_value | move_count | sources | destinations                                upkeep
+    updates | row | slot | position | count | start | emit | options | tokens      step
+    updates | move_count | sources | destinations                                upkeep
 
-K1  A packet's words are a fresh array, written once: JAX may still read a NumPy array after a call returned.
-K2  A row that is padding has count 0 and `row` one past the last; an update that is padding has the index one
-    past the last. Nothing is ever addressed by -1.
+K1  A packet's words are a fresh array, written once: JAX may still read a NumPy array after a call
+    returned.
+K2  A row that is padding has count 0 and `row` one past the last; an update that is padding has the
+    index one past the last. Nothing is ever addressed by -1.
 K3  Values are int32; floats travel as their bits. A value that does not fit raises on the host.
 """
 
@@ -58,7 +61,9 @@ class Packet:
 
 
 def step_shape(plan: Plan, rows: int, tokens: int, pages: int) -> Shape:
-    """The shape of a step packet: room for all table changes that `rows * tokens` new tokens can cause."""
+    """The shape of a step packet: room for all table changes that `rows * tokens` new tokens can
+    cause.
+    """
     new_pages = -(-tokens // plan.page_tokens) + 1
     token_pools = len(plan.token_pools)
     per_row = new_pages * (2 * token_pools + 1) + len(plan.slot_pools)

@@ -1,9 +1,11 @@
 """Where each mapping and page table lies in the one int32 vector that the device keeps.
 
-    mapping of sub-pool 0 | mapping of sub-pool 1 | ... | page table of row 0 | page table of row 1 | ...
+    mapping of sub-pool 0 | mapping of sub-pool 1 | ... | page table of row 0 | page table of row 1
+    | ...
 
-The mapping turns ids into addresses; a row's page table holds the ids of its request's pages, in order. Both change
-only by the index-value pairs of packets, so one scatter brings the device up to date.
+The mapping turns ids into addresses; a row's page table holds the ids of its request's pages, in
+order. Both change only by the index-value pairs of packets, so one scatter brings the device up to
+date.
 """
 
 from dataclasses import dataclass
@@ -46,7 +48,9 @@ class Tables:
         return self.table_start + row * self.row_pages + page
 
     def read_columns(self, lifetime: Lifetime, pages: int) -> int:
-        """Page-table columns that hold the past a query sees: `pages` for whole context, fewer for a window."""
+        """Page-table columns that hold the past a query sees: `pages` for whole context, fewer for
+        a window.
+        """
         if lifetime.kind != "window":
             return pages
         # W - 1 past tokens at any offset within a page.
@@ -54,8 +58,12 @@ class Tables:
         return min(reach, self.row_pages)
 
 
-def tables_of(plan: Plan, rows: int, row_pages: int | None = None, *, total: int | None = None) -> Tables:
-    """The tables of a plan for `rows` requests; of `total` words in all, or `row_pages` pages per row."""
+def tables_of(
+    plan: Plan, rows: int, row_pages: int | None = None, *, total: int | None = None
+) -> Tables:
+    """The tables of a plan for `rows` requests; of `total` words in all, or `row_pages` pages per
+    row.
+    """
     starts, at = [], 0
     for pool in plan.sub_pools:
         starts.append(at)

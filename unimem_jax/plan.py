@@ -1,14 +1,18 @@
 """Turns parts and a number of bytes into a layout: sub-pools, entries, lanes, bands.
 
-A plan is a pure value: the same parts, bytes and page size always give the same plan. It allocates nothing and
-knows nothing of requests.
+A plan is a pure value: the same parts, bytes and page size always give the same plan. It allocates
+nothing and knows nothing of requests.
 
     byte 0                                                                     arena_bytes
-    | low end: largest slot ->   ...   <- floats, largest unit first ->   ...   <- high end: context |
+    | low end: largest slot ->   ...   <- floats, largest unit first ->   ...   <- high end: context
+                                                                                |
 
-P1  The arena is a whole number of entries of every token sub-pool, so each sub-pool's view is a free reshape.
-P2  An entry is a multiple of 128 bytes; a part of 128 bytes or more starts at a multiple of 128, a smaller one at 16.
-P3  A slot is a multiple of 4 KiB; each part in it starts at a multiple of 512 bytes, one row of its view.
+P1  The arena is a whole number of entries of every token sub-pool, so each sub-pool's view is a
+    free reshape.
+P2  An entry is a multiple of 128 bytes; a part of 128 bytes or more starts at a multiple of 128, a
+    smaller one at 16.
+P3  A slot is a multiple of 4 KiB; each part in it starts at a multiple of 512 bytes, one row of its
+    view.
 P4  Parts of one sub-pool never overlap; all padding is counted in `padding_bytes`.
 """
 
@@ -20,7 +24,7 @@ from functools import cached_property
 from typing import Any
 
 from unimem_jax.bands import Geometry
-from unimem_jax.errors import UsageError
+from unimem_jax.errors import UsageError, require_positive
 from unimem_jax.spec import Lifetime, Part, PartKey
 
 GRANULE_BYTES = 128  # one row of the arena
@@ -132,7 +136,9 @@ class Plan:
         except KeyError:
             site, name = key
             names = ", ".join(sorted(n for s, n in self._lanes if s == site)) or "none"
-            raise UsageError(f"no part {name!r} was declared at site {site}; declared: {names}") from None
+            raise UsageError(
+                f"no part {name!r} was declared at site {site}; declared: {names}"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """The whole plan as plain numbers and strings."""
@@ -171,8 +177,8 @@ class Plan:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         )
-        lost = self.requested_bytes - self.arena_bytes
-        return f"arena {size_text(self.arena_bytes)} ({size_text(lost)} of the request unused)\n{table}"
+        lost = size_text(self.requested_bytes - self.arena_bytes)
+        return f"arena {size_text(self.arena_bytes)} ({lost} of the request unused)\n{table}"
 
 
 def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan:
@@ -185,13 +191,12 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
     Returns:
       The plan; the same arguments give the same plan.
     Raises:
-      UsageError: no parts, a part declared twice, sizes that are not positive ints, an arena of more than 2^31
-        granules, or one too small for one page and one slot of everything (itemised).
+      UsageError: no parts, a part declared twice, sizes that are not positive ints, an arena of
+        more than 2^31 granules, or one too small for one page and one slot of everything
+        (itemised).
     """
     declared = tuple(parts)
-    for name, value in (("arena_bytes", arena_bytes), ("page_tokens", page_tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} is a positive int, not {value!r}")
+    require_positive(arena_bytes=arena_bytes, page_tokens=page_tokens)
     _refuse_doubles(declared)
     if arena_bytes // GRANULE_BYTES > MAX_GRANULES:
         raise UsageError(
@@ -248,7 +253,9 @@ def _refuse_doubles(parts: tuple[Part, ...]) -> None:
 
 
 def _lay_out(parts: list[Part], is_request: bool) -> tuple[tuple[Lane, ...], int]:
-    """Packs parts side by side, sites in order, small parts of a site last; width in granules (P2, P3)."""
+    """Packs parts side by side, sites in order, small parts of a site last; width in granules (P2,
+    P3).
+    """
     lanes, at = [], 0
     for part in sorted(parts, key=lambda p: (p.site, p.byte_count < GRANULE_BYTES)):
         if is_request:
@@ -297,7 +304,9 @@ def _reach(pool: SubPool) -> float:
 def _order(units: dict[Lifetime, int]) -> list[tuple[Lifetime, str]]:
     """Physical order, low end first: DESIGN's rule is in docs/LAYOUT.md."""
     states = sorted((life for life in units if life.is_request), key=lambda life: -units[life])
-    windows = sorted((life for life in units if life.kind == "window"), key=lambda life: -life.tokens)
+    windows = sorted(
+        (life for life in units if life.kind == "window"), key=lambda life: -life.tokens
+    )
     contexts = [life for life in units if life.kind == "context"]
     low = (states or windows or contexts)[0]
     rest = [life for life in (*contexts, *windows, *states) if life != low]
@@ -305,5 +314,3 @@ def _order(units: dict[Lifetime, int]) -> list[tuple[Lifetime, str]]:
         return [(low, "low")]
     high, floats = rest[0], sorted(rest[1:], key=lambda life: (-units[life], str(life)))
     return [(low, "low"), *((life, "float") for life in floats), (high, "high")]
-
-

@@ -1,18 +1,21 @@
 """What tokens cost, in units of every sub-pool. The one place where memory is priced.
 
-A request that has computed `length` tokens holds, in each token sub-pool, the pages of tokens that its next query
-still sees, and one slot in each state sub-pool:
+A request that has computed `length` tokens holds, in each token sub-pool, the pages of tokens that
+its next query still sees, and one slot in each state sub-pool:
 
     context   [0, length)                          all pages
     window    [first_kept(length), length)         a suffix, rounded out to whole pages
     request   one slot, from the first token on
 
-R1  While a chunk runs a request holds what it held before and the new pages that are still wanted after it.
-R2  A page is dropped by the step after which no query sees it; it can be granted again from the next step on.
+R1  While a chunk runs a request holds what it held before and the new pages that are still wanted
+    after it.
+R2  A page is dropped by the step after which no query sees it; it can be granted again from the
+    next step on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from unimem_jax.plan import Plan, SubPool, size_text
 from unimem_jax.spec import Lifetime
@@ -37,12 +40,30 @@ class Prices:
     def new_pages(self, pool: SubPool, length: int, target: int, fused: bool = False) -> range:
         """Page numbers that growing from `length` to `target` tokens adds in a token sub-pool.
 
-        A chunk skips pages that its own end makes invisible; `fused` decode steps write and read each of them.
+        A chunk skips pages that its own end makes invisible; `fused` decode steps write and read
+        each of them.
         """
         first = self.pages(length)
         if not fused:
             first = max(first, self.first_page(pool.lifetime, target))
         return range(first, max(first, self.pages(target)))
+
+    def additions(
+        self, start: int, length: int, target: int, fused: bool = False
+    ) -> Iterator[tuple[range, list[int]]]:
+        """Page numbers from `start` on that growing adds, with the sub-pools that hold them.
+
+        Yields:
+          Consecutive ranges and, for each, the indices of the same token sub-pools.
+        """
+        end = self.pages(target)
+        firsts = {
+            pool.index: min(end, self.new_pages(pool, length, target, fused).start)
+            for pool in self.plan.token_pools
+        }
+        for first, stop in pairwise(sorted({start, end, *firsts.values()} if firsts else ())):
+            if start <= first:
+                yield range(first, stop), [i for i, page in firsts.items() if page <= first]
 
     def growth(self, length: int, target: int, fused: bool = False) -> Demand:
         """Units to grant before a step that takes a request from `length` to `target` tokens."""
@@ -54,16 +75,19 @@ class Prices:
 
     def held(self, length: int) -> Demand:
         """Units that a request of `length` computed tokens holds between steps."""
+        pages = self.pages(length)
         return tuple(
-            int(length > 0) if pool.is_slot
-            else self.pages(length) - min(self.first_page(pool.lifetime, length), self.pages(length))
+            int(length > 0)
+            if pool.is_slot
+            else pages - min(pages, self.first_page(pool.lifetime, length))
             for pool in self.plan.sub_pools
-        )  # fmt: skip
+        )
 
     def peak(self, total: int, chunk: int, fused: int = 1) -> Demand:
         """Most units that a request of `total` tokens ever holds.
 
-        It grows by chunks of at most `chunk` tokens, or by at most `fused` decode steps granted ahead.
+        It grows by chunks of at most `chunk` tokens, or by at most `fused` decode steps granted
+        ahead.
         """
         found = []
         for pool in self.plan.sub_pools:

@@ -1,8 +1,8 @@
 """What a model remembers, in words that need no JAX.
 
-A model declares parts: one part is one thing one layer keeps (key rows, value rows, a convolution tail, a
-recurrent state). Its lifetime says for how long: the whole context, a window of tokens, or one request. This
-module only describes and validates; `plan` turns parts into bytes.
+A model declares parts: one part is one thing one layer keeps (key rows, value rows, a convolution
+tail, a recurrent state). Its lifetime says for how long: the whole context, a window of tokens, or
+one request. This module only describes and validates; `plan` turns parts into bytes.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Lifetime:
     """How long a part is kept: use `CONTEXT`, `REQUEST` or `window(tokens)`.
 
     Attributes:
-      kind: "context" (one entry per token, all tokens), "window" (one entry per token, the last `tokens`
-        of them, the token itself included) or "request" (one entry per request).
+      kind: "context" (one entry per token, all tokens), "window" (one entry per token, the last
+        `tokens` of them, the token itself included) or "request" (one entry per request).
       tokens: window length in tokens; 0 for the other kinds.
     """
 
@@ -64,7 +64,9 @@ def window(tokens: int) -> Lifetime:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Site:
-    """Who owns a part: a layer, its visit (a layer run twice owns two sites) and a stream within it."""
+    """Who owns a part: a layer, its visit (a layer run twice owns two sites) and a stream within
+    it.
+    """
 
     layer: int
     visit: int = 0
@@ -89,7 +91,8 @@ class Part:
       dtype: stored element type, a name from `STORED_DTYPES`.
       lifetime: `CONTEXT`, `window(tokens)` or `REQUEST`.
     Raises:
-      UsageError: for an empty or non-positive shape, an unknown dtype, or a name that is not an identifier.
+      UsageError: for an empty or non-positive shape, an unknown dtype, or a name that is not an
+        identifier.
     """
 
     site: Site
@@ -109,7 +112,9 @@ class Part:
                 f"{where}: cannot store {self.dtype!r}; stored are {', '.join(STORED_DTYPES)}"
             )
         if not isinstance(self.lifetime, Lifetime):
-            raise UsageError(f"{where}: lifetime is CONTEXT, REQUEST or window(n), not {self.lifetime!r}")
+            raise UsageError(
+                f"{where}: lifetime is CONTEXT, REQUEST or window(n), not {self.lifetime!r}"
+            )
 
     @property
     def key(self) -> PartKey:

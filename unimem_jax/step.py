@@ -3,15 +3,16 @@
     step packet     table changes -> reads -> forward -> one scatter per sub-pool -> sampling
     upkeep packet   moves -> table changes
 
-A step is pure: `(params, device, packet) -> (device, out)`. Jit it with the device donated, call it inside your own
-jit, or scan it over stacked packets.
+A step is pure: `(params, device, packet) -> (device, out)`. Jit it with the device donated, call it
+inside your own jit, or scan it over stacked packets.
 
-T1  `tables` is one int32 vector: the mapping of every sub-pool, then every row's page table. All changes of a packet
-    are one scatter, so host and device can only differ by packets not yet run.
+T1  `tables` is one int32 vector: the mapping of every sub-pool, then every row's page table. All
+    changes of a packet are one scatter, so host and device can only differ by packets not yet run.
 T2  The arena that leaves is the arena that came, written in place.
 T3  A padding row reads nothing that matters and writes nothing.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +26,10 @@ from jax import Array, lax
 from unimem_jax.draw import draw
 from unimem_jax.errors import UsageError
 from unimem_jax.packet import LAST_TOKEN, Packet, Shape, fields
+from unimem_jax.page_tables import Tables, tables_of
 from unimem_jax.plan import Plan, SubPool
 from unimem_jax.spec import STORED_DTYPES, Part, PartKey
 from unimem_jax.store import PackedStore
-from unimem_jax.page_tables import Tables, tables_of
 from unimem_jax.views import Views
 
 jax.tree_util.register_dataclass(Packet, data_fields=["words"], meta_fields=["shape"])
@@ -43,7 +44,9 @@ class Model(Protocol):
         """What the model remembers."""
         ...
 
-    def apply(self, params: Any, tokens: Array, views: Any) -> tuple[Array, dict[PartKey, Array], Any]:
+    def apply(
+        self, params: Any, tokens: Array, views: Any
+    ) -> tuple[Array, dict[PartKey, Array], Any]:
         """(params, int32[R, T], views) -> (logits, fresh token parts, views)."""
         ...
 
@@ -68,9 +71,7 @@ class DeviceState:
     last_tokens: Array
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["logits", "sampled"], meta_fields=[]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["logits", "sampled"], meta_fields=[])
 @dataclass(frozen=True)
 class StepOut:
     """What a step computed, in the packet's row order.
@@ -84,7 +85,9 @@ class StepOut:
     sampled: Array
 
 
-def init_device(plan: Plan, rows: int, row_pages: int, store: PackedStore | None = None) -> DeviceState:
+def init_device(
+    plan: Plan, rows: int, row_pages: int, store: PackedStore | None = None
+) -> DeviceState:
     """Fresh device state for `rows` requests of up to `row_pages` pages each."""
     tables = tables_of(plan, rows, row_pages)
     return DeviceState(
@@ -112,93 +115,115 @@ def step(
     planned = {lane.part.key: lane.part for pool in plan.sub_pools for lane in pool.lanes}
     if declared != planned:
         raise UsageError("the plan was made for other parts than this model declares")
-    return partial(_run, model, store or PackedStore(plan))
+    return partial(_run, _Program(model, store or PackedStore(plan)))
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a step is made from; static while tracing."""
+
+    model: Model
+    store: PackedStore
+
+    def forward(
+        self, params: Any, device: DeviceState, field: dict[str, Array], shape: Shape
+    ) -> tuple[DeviceState, StepOut]:
+        """Runs the model on the packet's rows and writes what they remember."""
+        rows, count, last_tokens = field["row"], field["count"], device.last_tokens
+        kept = last_tokens.at[rows].get(mode="clip")
+        tokens = jnp.where(field["tokens"] == LAST_TOKEN, kept[:, None], field["tokens"])
+        views, table = self.views(device, field, shape)
+        logits, fresh, views = self.model.apply(params, tokens, views)
+        # Reads come before writes: without the tie XLA may keep a copy of the old arena for a
+        # late read.
+        arena, entries, logits = lax.optimization_barrier(
+            (views.arena, self.stored(fresh), logits.astype(jnp.float32))
+        )
+        for pool in self.store.plan.token_pools:
+            at = self.entry_rows(pool, views, table)
+            wanted = {lane.part.key: entries[lane.part.key] for lane in pool.lanes}
+            arena = self.store.write_entries(arena, pool, at.reshape(-1), wanted)
+        drawn = draw(logits, field["options"], field["position"] + count)
+        emits = (field["emit"] > 0) & (count > 0)
+        target = jnp.where(emits, rows, last_tokens.shape[0])
+        last_tokens = last_tokens.at[target].set(drawn, mode="drop")
+        out = StepOut(logits, jnp.where(emits, drawn, -1))
+        return DeviceState(arena, device.tables, last_tokens), out
+
+    def stored(self, fresh: dict[PartKey, Array]) -> dict[PartKey, Array]:
+        """Fresh parts [R, T, *shape] as [R * T, *shape] in their stored dtypes."""
+        wanted = {
+            lane.part.key: lane.part for pool in self.store.plan.token_pools for lane in pool.lanes
+        }
+        if fresh.keys() != wanted.keys():
+            wrong = ", ".join(f"{site}.{name}" for site, name in fresh.keys() ^ wanted.keys())
+            raise UsageError(f"the model's fresh parts differ from those it declared: {wrong}")
+        return {
+            key: value.astype(STORED_DTYPES[wanted[key].dtype]).reshape(-1, *wanted[key].shape)
+            for key, value in fresh.items()
+        }
+
+    def views(
+        self, device: DeviceState, field: dict[str, Array], shape: Shape
+    ) -> tuple[Views, "_RowTable"]:
+        """The views of this packet's rows, with every page address that attention reads."""
+        plan = self.store.plan
+        tables = tables_of(plan, device.last_tokens.shape[0], total=device.tables.shape[0])
+        position, count = field["position"], field["count"]
+        step_index = np.arange(shape.tokens, dtype=np.int32)[None, :]
+        table = _RowTable(tables, device.tables, field["row"])
+        pages, first_page = {}, {}
+        for pool in plan.token_pools:
+            columns = tables.read_columns(pool.lifetime, shape.pages)
+            kept = jnp.maximum(position + 1 - pool.lifetime.tokens, 0) // plan.page_tokens
+            first = kept if pool.lifetime.tokens else jnp.zeros_like(position)
+            at = first[:, None] + np.arange(columns, dtype=np.int32)[None, :]
+            pages[pool.index] = table.addresses(pool, at)
+            first_page[pool.index] = first
+        slots = {}
+        for ordinal, pool in enumerate(plan.slot_pools):
+            ids = field["slot"][:, ordinal]
+            address = device.tables.at[tables.mapping_start[pool.index] + ids].get(mode="clip")
+            slots[pool.index] = jnp.where(count > 0, address, pool.unit_count)
+        views = Views(
+            store=self.store,
+            arena=device.arena,
+            positions=position[:, None] + step_index,
+            valid=step_index < count[:, None],
+            start=field["start"] > 0,
+            pages=pages,
+            first_page=first_page,
+            slots=slots,
+        )
+        return views, table
+
+    def entry_rows(self, pool: SubPool, views: Views, table: "_RowTable") -> Array:
+        """int32[R, T]: the row of `pool`'s view that each new token writes, if any, else T3."""
+        page_tokens = self.store.plan.page_tokens
+        addresses = table.addresses(pool, views.positions // page_tokens)
+        present = jnp.where(views.valid, addresses, pool.unit_count)
+        return self.store.entry_rows(pool, present, views.positions % page_tokens)
 
 
 def _run(
-    model: Model, store: PackedStore, params: Any, device: DeviceState, packet: Packet
+    program: _Program, params: Any, device: DeviceState, packet: Packet
 ) -> tuple[DeviceState, StepOut]:
-    plan, shape = store.plan, packet.shape
+    shape = packet.shape
     field = {
-        name: lax.slice(packet.words, (start,), (start + int(np.prod(dims)),)).reshape(dims)
+        name: lax.slice(packet.words, (start,), (start + math.prod(dims),)).reshape(dims)
         for name, (start, dims) in fields(shape).items()
     }
     arena = device.arena
     if shape.move_pool >= 0:
-        pool = plan.sub_pools[shape.move_pool]
-        arena = store.move(
-            arena, pool, field["sources"], field["destinations"], field["move_count"][0]
-        )
-    tables = device.tables.at[field["updates_index"]].set(
-        field["updates_value"], mode="drop", unique_indices=False
-    )
-    if not shape.rows:
-        out = StepOut(jnp.zeros((0, model.vocab_size), jnp.float32), jnp.zeros((0,), jnp.int32))
-        return DeviceState(arena, tables, device.last_tokens), out
-    arena, logits, sampled, last = _forward(
-        model, store, params, DeviceState(arena, tables, device.last_tokens), field, shape
-    )
-    return DeviceState(arena, tables, last), StepOut(logits, sampled)
-
-
-def _forward(
-    model: Model, store: PackedStore, params: Any, device: DeviceState, field: dict[str, Array], shape: Shape
-) -> tuple[Any, Array, Array, Array]:  # fmt: skip
-    rows, count = field["row"], field["count"]
-    last_tokens = device.last_tokens
-    kept = last_tokens.at[rows].get(mode="clip")
-    tokens = jnp.where(field["tokens"] == LAST_TOKEN, kept[:, None], field["tokens"])
-    views, table = _views(store, device, field, shape)
-    logits, fresh, views = model.apply(params, tokens, views)
-    logits = logits.astype(jnp.float32)
-    entries = {
-        key: value.astype(STORED_DTYPES[store.plan.locate(key)[1].part.dtype]).reshape(
-            -1, *value.shape[2:]
-        )
-        for key, value in fresh.items()
-    }
-    # Reads come before writes: without the tie XLA may keep a copy of the old arena for a late read.
-    arena, entries, logits = lax.optimization_barrier((views.arena, entries, logits))
-    for pool in store.plan.token_pools:
-        at = _entry_rows(store, pool, views, device.tables, table)
-        wanted = {lane.part.key: entries[lane.part.key] for lane in pool.lanes}
-        arena = store.write_entries(arena, pool, at.reshape(-1), wanted)
-    drawn = draw(logits, field["options"], field["position"] + count)
-    emits = (field["emit"] > 0) & (count > 0)
-    sampled = jnp.where(emits, drawn, -1)
-    target = jnp.where(emits, rows, last_tokens.shape[0])
-    return arena, logits, sampled, last_tokens.at[target].set(drawn, mode="drop")
-
-
-def _views(
-    store: PackedStore, device: DeviceState, field: dict[str, Array], shape: Shape
-) -> tuple[Views, "_RowTable"]:
-    """The views of this packet's rows, with every page address that attention reads."""
-    plan = store.plan
-    tables = tables_of(plan, device.last_tokens.shape[0], total=device.tables.shape[0])
-    position, count = field["position"], field["count"]
-    step_index = np.arange(shape.tokens, dtype=np.int32)[None, :]
-    positions = position[:, None] + step_index
-    valid = step_index < count[:, None]
-    table = _RowTable(tables, device.tables, field["row"])
-    pages, first_page = {}, {}
-    for pool in plan.token_pools:
-        columns = tables.read_columns(pool.lifetime, shape.pages)
-        kept = jnp.maximum(position + 1 - pool.lifetime.tokens, 0) // plan.page_tokens
-        first = kept if pool.lifetime.tokens else jnp.zeros_like(position)
-        at = first[:, None] + np.arange(columns, dtype=np.int32)[None, :]
-        pages[pool.index] = table.addresses(pool, at)
-        first_page[pool.index] = first
-    slots = {}
-    for ordinal, pool in enumerate(plan.slot_pools):
-        ids = field["slot"][:, ordinal]
-        address = device.tables.at[tables.mapping_start[pool.index] + ids].get(mode="clip")
-        slots[pool.index] = jnp.where(count > 0, address, pool.unit_count)
-    views = Views(
-        store=store, arena=device.arena, positions=positions, valid=valid,
-        start=field["start"] > 0, pages=pages, first_page=first_page, slots=slots,
-    )  # fmt: skip
-    return views, table
+        pool = program.store.plan.sub_pools[shape.move_pool]
+        moves = (field["sources"], field["destinations"], field["move_count"][0])
+        arena = program.store.move(arena, pool, moves)
+    changed = device.tables.at[field["updates_index"]].set(field["updates_value"], mode="drop")
+    device = DeviceState(arena, changed, device.last_tokens)
+    if shape.rows:
+        return program.forward(params, device, field, shape)
+    nothing = jnp.zeros((0, program.model.vocab_size), jnp.float32), jnp.zeros((0,), jnp.int32)
+    return device, StepOut(*nothing)
 
 
 @dataclass(frozen=True)
@@ -210,19 +235,9 @@ class _RowTable:
     rows: Array
 
     def addresses(self, pool: SubPool, columns: Array) -> Array:
-        """int32[R, C] page numbers of the request -> addresses in `pool`; any value where out of range."""
+        """int32[R, C] page numbers -> addresses in `pool`; absent if out of range."""
         clipped = jnp.clip(columns, 0, self.tables.row_pages - 1)
         at = self.tables.table_start + self.rows[:, None] * self.tables.row_pages + clipped
         ids = self.words.at[at].get(mode="clip")
         found = self.words.at[self.tables.mapping_start[pool.index] + ids].get(mode="clip")
         return jnp.where(columns == clipped, found, pool.unit_count)
-
-
-def _entry_rows(
-    store: PackedStore, pool: SubPool, views: Views, words: Array, table: _RowTable
-) -> Array:
-    """int32[R, T]: the row of `pool`'s view that each new token writes; past the end where it writes none."""
-    page_tokens = store.plan.page_tokens
-    addresses = table.addresses(pool, views.positions // page_tokens)
-    present = jnp.where(views.valid, addresses, pool.unit_count)
-    return store.entry_rows(pool, present, views.positions % page_tokens)

@@ -1,12 +1,13 @@
 """Typed reads and writes of the packed arena.
 
-The arena is uint32[granules, 32]. Each token sub-pool sees it as rows of its own entry width, request state as rows of
-128 words; both are free reshapes (plan P1). Lanes are gathered as words and the small result is bitcast: a bitcast or
-a slice of the arena itself would be materialised.
+The arena is uint32[granules, 32]. Each token sub-pool sees it as rows of its own entry width,
+request state as rows of 128 words; both are free reshapes (plan P1). Lanes are gathered as words
+and the small result is bitcast: a bitcast or a slice of the arena itself would be materialised.
 
 S1  Every write is a scatter that XLA performs in place if the arena is donated.
-S2  An absent address becomes one past the last row: a write there is dropped, a read is clamped and must be masked.
-    `unit_count * rows_per_unit` is not that row: rows above the last whole unit exist and may be another's bytes.
+S2  An absent address becomes one past the last row: a write there is dropped, a read is clamped and
+    must be masked. `unit_count * rows_per_unit` is not that row: rows above the last whole unit
+    exist and may be another's bytes.
 """
 
 import math
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from unimem_jax.pallas_kernels.move_units import move_units
+from unimem_jax.pallas_kernels.move_units import Implementation, move_units
 from unimem_jax.pallas_kernels.rows import gather_pages, scatter_rows
 from unimem_jax.plan import GRANULE_WORDS, Lane, Plan, SubPool
 from unimem_jax.spec import STORED_DTYPES, Part, PartKey
@@ -35,7 +36,7 @@ class PackedStore:
     """
 
     plan: Plan
-    implementation: str = "auto"
+    implementation: Implementation = "auto"
 
     def init(self) -> Array:
         """A zeroed arena, uint32[granules, 32]."""
@@ -45,7 +46,8 @@ class PackedStore:
         """Reads one part of all tokens of some pages.
 
         Args:
-          addresses: int32[R, C], page addresses; absent ones read some other page and must be masked.
+          addresses: int32[R, C], page addresses; absent ones read some other page and must be
+            masked.
         Returns:
           [R, C * page_tokens, *part.shape] in the stored dtype.
         """
@@ -101,26 +103,27 @@ class PackedStore:
         return view.reshape(arena.shape)
 
     def entry_rows(self, pool: SubPool, addresses: Array, offsets: Array) -> Array:
-        """Row of token `offsets` within page `addresses`; one past the last row where absent (S2)."""
+        """Row of each token in its page; one past the last row where the page is absent (S2)."""
         total = self.plan.arena_granules * GRANULE_WORDS // pool.entry_words
         present = (addresses >= 0) & (addresses < pool.unit_count)
         return jnp.where(present, addresses * self.plan.page_tokens + offsets, total)
 
-    def move(
-        self, arena: Array, pool: SubPool, sources: Array, destinations: Array, count: Array
-    ) -> Array:
-        """Copies the first `count` units from `sources` to `destinations` (int32[M]), in place."""
+    def move(self, arena: Array, pool: SubPool, moves: tuple[Array, Array, Array]) -> Array:
+        """Copies units in place; `moves` is sources int32[M], destinations int32[M] and a count."""
         words = SLOT_ROW_WORDS if pool.is_slot else pool.entry_words
         view = move_units(
-            arena.reshape(-1, words), sources, destinations, count,
+            arena.reshape(-1, words),
+            *moves,
             unit_rows=pool.unit_granules * GRANULE_WORDS // words,
             implementation=self.implementation,
-        )  # fmt: skip
+        )
         return view.reshape(arena.shape)
 
 
 def pack(values: Array, part: Part) -> Array:
-    """[N, *part.shape] in any dtype -> uint32[N, words]: cast to the stored dtype, padded to whole words."""
+    """[N, *part.shape] in any dtype -> uint32[N, words]: cast to the stored dtype, padded to whole
+    words.
+    """
     stored = STORED_DTYPES[part.dtype]
     flat = values.astype(stored).reshape(values.shape[0], -1)
     ratio = 4 // stored.itemsize

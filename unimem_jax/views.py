@@ -1,14 +1,19 @@
 """What a model sees of its past, and where it leaves what it remembers.
 
-Views are values: each call returns its result together with new views, and nothing is mutated, so a model may run
-its layers under `lax.scan`. Token state is only read here; the step writes it once, after the model has run.
+Views are values: each call returns its result together with new views, and nothing is mutated, so a
+model may run its layers under `lax.scan`. Token state is only read here; the step writes it once,
+after the model has run.
 
-    past pages  [first kept, position)     gathered through page ids and the mapping, masked by position
+    past pages  [first kept, position)     gathered through page ids and the mapping, masked by
+                                           position
     fresh       [position, position + T)   the new tokens themselves, causal among each other
 
-V1  Which past tokens count is decided by their position alone; what a stale or absent page holds never matters.
-V2  Fresh values are cast to the stored dtype before attention uses them, so a chunk boundary changes nothing.
-V3  After every read the arena and what was read are tied, so that XLA never copies the arena to keep an old value.
+V1  Which past tokens count is decided by their position alone; what a stale or absent page holds
+    never matters.
+V2  Fresh values are cast to the stored dtype before attention uses them, so a chunk boundary
+    changes nothing.
+V3  After every read the arena and what was read are tied, so that XLA never copies the arena to
+    keep an old value.
 """
 
 from collections.abc import Iterable
@@ -67,7 +72,8 @@ class Views:
         """Attention of new tokens over their past at `site` and over each other.
 
         Args:
-          site: owner of the parts "key" [Hk, D] and "value" [Hk, Dv]; its lifetime gives the window.
+          site: owner of the parts "key" [Hk, D] and "value" [Hk, Dv]; its lifetime gives the
+            window.
           query: [R, T, Hq, D]; query head h reads key head h // (Hq // Hk).
           key, value: [R, T, Hk, D], [R, T, Hk, Dv] of the new tokens.
           scale, sinks, soft_cap: as in `pallas_kernels.paged_attention.attend`.
@@ -96,7 +102,9 @@ class Views:
         return mixed, replace(self, arena=arena)
 
     def read(self, site: Site, name: str) -> tuple[Array, "Views"]:
-        """Request state [R, *shape]; zeros for rows that start. Second result: the views to go on with."""
+        """Request state [R, *shape]; zeros for rows that start. Second result: the views to go on
+        with.
+        """
         pool, _ = self.plan.locate((site, name))
         found = self.store.read_state(self.arena, (site, name), self.slots[pool.index])
         start = self.start.reshape(-1, *(1,) * (found.ndim - 1))
