@@ -120,9 +120,7 @@ class Memory:
           OutOfMemory: it does not fit beside what is held and committed now (itemised).
         """
         if prompt_tokens < 1 or max_new < 0:
-            raise UsageError(
-                f"a request has a prompt and no less than 0 new tokens, not {prompt_tokens}+{max_new}"
-            )
+            raise UsageError(f"{prompt_tokens} prompt and {max_new} new tokens make no request")
         total = prompt_tokens + max_new
         if total > self.context_tokens:
             raise UsageError(f"{total} tokens exceed the context of {self.context_tokens}")
@@ -236,8 +234,8 @@ class Memory:
                 "prefill serves requests of `admit`; for others `run` asks chunk by chunk"
             )
         ids = int32(tokens, "token ids")
-        if not ids.size:
-            raise UsageError("a prompt has at least one token")
+        if not ids.size or ids.min() < 0:
+            raise UsageError("a prompt has at least one token, and token ids are not negative")
         if request.length + ids.size > request.limit:
             raise UsageError(
                 f"{ids.size} tokens after {request.length} exceed the limit of {request.limit}"
@@ -266,9 +264,7 @@ class Memory:
                 f"not {steps} of {len(requests)}"
             )
         if any(request.length == 0 for request in requests):
-            raise UsageError(
-                "decode follows prefill: a request without tokens has nothing to go on"
-            )
+            raise UsageError("decode follows prefill: a request has no token yet")
         counts = [min(steps, request.limit - request.length) for request in requests]
         self.grow(list(zip(requests, counts, strict=True)), fused=True)
         pages = self.bucket_pages(max(request.length for request in requests) + steps)
