@@ -1,0 +1,192 @@
+"""Who runs in the next step, decided on the host from counts alone.
+
+`schedule` looks at the queue and returns a `StepPlan`; `Queue.apply` is the only thing that acts
+on one. The engine and the simulator share both, so what a simulation shows is what the engine
+does. Nothing here holds memory: capacity is one question, `fits`.
+
+The policy is first come, first served, with growth unreserved:
+
+* Running generations, in order of admission, each compute what they know and have not computed, up
+  to a budget of tokens. If their growth does not fit together, the last one that runs is retracted
+  until it does.
+* A retracted generation loses its memory, keeps its tokens and waits at the front of the line.
+* In a step that retracts none, those who wait are admitted in order while budget is left and all
+  the tokens that they know would fit now. They then hold only what the step computes.
+
+C1  computed <= known; memory is held for computed tokens only, and a generation that waits has
+    computed 0.
+C2  The first that runs makes progress in every step, because whatever an empty arena holds fits
+    once all others are retracted. So every generation ends.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from unimem_jax.errors import InvariantError, require_positive
+from unimem_jax.memory import Memory
+from unimem_jax.price import Demand, Prices, add
+
+# Whether so many more units of each sub-pool fit beside what is held; negative where units are
+# given back.
+type Fits = Callable[[Demand], bool]
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A prompt and what was generated after it, as far as scheduling cares.
+
+    Attributes:
+      known: tokens of the prompt and those sampled.
+      computed: tokens whose state is in memory; 0 while it waits.
+      retractions: how often its memory was taken.
+    """
+
+    known: int
+    computed: int = 0
+    retractions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds one step beside memory.
+
+    Attributes:
+      rows: most generations that run at once.
+      budget_tokens: most tokens that one step computes.
+      chunk_tokens: most tokens that one generation computes in a step.
+    """
+
+    rows: int
+    budget_tokens: int
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        require_positive(
+            rows=self.rows, budget_tokens=self.budget_tokens, chunk_tokens=self.chunk_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan[G: Generation]:
+    """What one step does.
+
+    Attributes:
+      retracted: the last that ran first; their memory is freed before anything is granted.
+      admitted: in order; each takes a row.
+      work: (generation, new tokens), in order of admission.
+    """
+
+    retracted: tuple[G, ...]
+    admitted: tuple[G, ...]
+    work: tuple[tuple[G, int], ...]
+
+
+class Queue[G: Generation]:
+    """Those who run, in order of admission, and those who wait."""
+
+    def __init__(self) -> None:
+        self.running: list[G] = []
+        self.waiting: deque[G] = deque()
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def submit(self, generation: G) -> None:
+        """Puts a generation at the end of the line."""
+        self.waiting.append(generation)
+
+    def apply(self, plan: StepPlan[G]) -> None:
+        """Makes a plan true; afterwards `computed` counts the tokens of its work."""
+        self.retract(plan.retracted)
+        for generation in plan.admitted:
+            if self.waiting.popleft() is not generation:
+                raise InvariantError("C1: the plan admits out of order; it is of another queue")
+            self.running.append(generation)
+        for generation, count in plan.work:
+            generation.computed += count
+            if generation.computed > generation.known:
+                raise InvariantError("C1: a step computes tokens that nobody knows yet")
+
+    def retract(self, generations: Iterable[G]) -> None:
+        """Sends generations, the last that runs first, back to the front of the line."""
+        for generation in generations:
+            if self.running.pop() is not generation:
+                raise InvariantError("C1: only the last that runs is retracted")
+            generation.computed = 0
+            generation.retractions += 1
+            self.waiting.appendleft(generation)
+
+    def leave(self, generation: G) -> None:
+        """Forgets a generation that has ended or was given up."""
+        line = self.running if generation in self.running else self.waiting
+        line.remove(generation)
+
+
+def room(memory: Memory) -> Fits:
+    """The question `fits` of a memory, asked about growth less what a retraction gives back."""
+    allocator = memory.allocator
+
+    def fits(demand: Demand) -> bool:
+        return allocator.layout.fits(add(allocator.held, demand))
+
+    return fits
+
+
+def schedule[G: Generation](
+    queue: Queue[G], prices: Prices, fits: Fits, limits: Limits
+) -> StepPlan[G]:
+    """Decides the next step. Pure: changes nothing.
+
+    Args:
+      fits: whether more units fit beside those held now, less where the demand is negative.
+    Cost: a few microseconds per running generation.
+    """
+    budget, demand = limits.budget_tokens, (0,) * len(prices.plan.sub_pools)
+    work = []
+    for generation in queue.running:
+        known, computed = generation.known, generation.computed
+        count = min(budget, limits.chunk_tokens, known - computed)
+        budget -= count
+        work.append((generation, count))
+        if prices.pages(computed) != prices.pages(computed + count):  # mostly a page has room
+            demand = add(demand, prices.growth(computed, computed + count))
+    retracted = []
+    while work and not fits(demand):
+        generation, count = work.pop()
+        retracted.append(generation)
+        computed = generation.computed
+        given_back = add(prices.held(computed), prices.growth(computed, computed + count))
+        demand = tuple(need - back for need, back in zip(demand, given_back, strict=True))
+    admitted = []
+    for generation in queue.waiting if not retracted else ():
+        if not budget or len(work) == limits.rows:
+            break
+        count = min(budget, limits.chunk_tokens, generation.known)
+        growth = prices.growth(0, count)
+        whole = tuple(map(max, prices.held(generation.known), growth))
+        if not fits(add(demand, whole)):
+            break
+        budget -= count
+        demand = add(demand, growth)
+        work.append((generation, count))
+        admitted.append(generation)
+    working = tuple((generation, count) for generation, count in work if count)
+    return StepPlan(tuple(retracted), tuple(admitted), working)
+
+
+def batches[G: Generation](
+    work: Sequence[tuple[G, int]], chunk_rows: int
+) -> list[list[tuple[G, int]]]:
+    """Splits a step's work into device programs: all single tokens at once, longer chunks apart.
+
+    A padded row costs as much as a full one, so tokens of decoding rows do not ride along with
+    chunks. What fits together also fits one batch after another.
+
+    Args:
+      chunk_rows: most rows of a batch of chunks.
+    """
+    single = [item for item in work if item[1] == 1]
+    chunks = [item for item in work if item[1] > 1]
+    found = [single] if single else []
+    return found + [chunks[at : at + chunk_rows] for at in range(0, len(chunks), chunk_rows)]
