@@ -1,0 +1,379 @@
+"""Continuous batching: many prompts at once through one arena.
+
+The engine owns the device state and the clock. Everything it decides is decided elsewhere: who runs
+(`schedule`), where state lives (`memory`), what a step computes (`step`), where text ends (`text`).
+A step of the engine is at most one program for all rows that decode and a few for chunks of
+prompts, each of a shape from a short list, so that nothing compiles after `warm_up`.
+
+E1  After every call the memory holds what running generations have computed, and nothing else.
+E2  A generation that is retracted or restarted goes on with the same tokens: it computes what it
+    knows again, and randomness comes from (seed, position) alone.
+E3  Whatever is wrong with a prompt or its options is found before anything runs.
+E4  SIGINT is delivered between steps, never inside one.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from unimem_jax.allocator import UNIFIED, Split
+from unimem_jax.errors import InvariantError, UsageError, require_positive
+from unimem_jax.memory import Memory
+from unimem_jax.packet import Packet, Shape, blank, step_shape, upkeep_shape
+from unimem_jax.plan import plan
+from unimem_jax.sampling import Sampling
+from unimem_jax.schedule import Limits, Queue, batches, room, schedule
+from unimem_jax.serving import Completion, Intake, Piece, Prompt, Served
+from unimem_jax.step import Model, StepOut, step
+from unimem_jax.text import ByteText, Tokenizer
+
+CONTEXT_TOKENS = 4096  # of a model that names no longest sequence
+CHUNK_ROWS = 4  # rows of one program that runs chunks of prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Sums over all steps of an engine.
+
+    Attributes:
+      running_mean, running_max: requests that run, counted in each step before those that ended
+        leave.
+      generated_tokens: sampled and kept.
+      computed_tokens: run through the model, prompts included.
+      recomputed_tokens: of those, computed before and lost by a retraction.
+      moved_units, moved_bytes: moves of the allocator.
+      seconds: inside steps; `tokens_per_second` counts generated tokens over them.
+    """
+
+    steps: int
+    running_mean: float
+    running_max: int
+    retractions: int
+    generated_tokens: int
+    computed_tokens: int
+    recomputed_tokens: int
+    moved_units: int
+    moved_bytes: int
+    seconds: float
+    tokens_per_second: float
+
+
+class Engine:
+    """Generates for many prompts at once.
+
+    Args:
+      model: anything that follows `step.Model`. `context_tokens`, `start_token`, `end_token` (ends
+        a text when sampled) and `text` are used where it has them.
+      params: its parameters, a pytree of arrays.
+      arena_bytes: device bytes for all token state.
+      page_tokens: tokens per page.
+      rows: most requests that run at once.
+      chunk_tokens: most tokens of a prompt that one step computes.
+      context_tokens: longest request, prompt and new tokens; the model's by default.
+      layout: `UNIFIED`, or `Split(caps)` to compare with separate pools.
+      tokenizer: turns text into tokens and back; a model with `text == "bytes"` needs none.
+    Raises:
+      UsageError: sizes that are not positive, an arena too small (itemised), or a context longer
+        than the model's.
+    """
+
+    def __init__(
+        self, model: Model, params: Any, *, arena_bytes: int, page_tokens: int = 16,
+        rows: int = 64, chunk_tokens: int = 64, context_tokens: int | None = None,
+        layout: str | Split = UNIFIED, tokenizer: Tokenizer | None = None,
+    ):  # fmt: skip
+        longest = getattr(model, "context_tokens", None)
+        context = longest or CONTEXT_TOKENS if context_tokens is None else context_tokens
+        require_positive(context_tokens=context, rows=rows, chunk_tokens=chunk_tokens)
+        if longest is not None and context > longest:
+            raise UsageError(f"the model was made for {longest} tokens, not for {context}")
+        if tokenizer is None and getattr(model, "text", None) == "bytes":
+            tokenizer = ByteText(getattr(model, "start_token", None))
+        end_token = getattr(model, "end_token", None)
+        end_ids = frozenset(() if end_token is None else (end_token,))
+        self.intake = Intake(tokenizer, model.vocab_size, context, end_ids)
+        self.plan = plan(model.parts(), arena_bytes, page_tokens)
+        chunk_tokens = min(chunk_tokens, context)
+        self.limits = Limits(rows, rows + CHUNK_ROWS * chunk_tokens, chunk_tokens)
+        self._layout = layout
+        self.queue: Queue[Served] = Queue()
+        self._served: dict[int, Served] = {}
+        self._streamed: set[int] = set()  # indices that `stream` and `generate` read
+        self._unread: list[Piece] = []
+        self._next_index = 0
+        self._running: list[int] = []
+        self._retractions = self._computed = self._recomputed = self._generated = 0
+        self._seconds = 0.0
+        # Modules and nested dictionaries stay outside; only a flat list crosses at every step.
+        leaves, structure = jax.tree.flatten(params)
+        self._leaves = jax.device_put(leaves)
+        run = step(model, self.plan)
+        self._run = jax.jit(
+            lambda leaves, device, packet: run(structure.unflatten(leaves), device, packet),
+            donate_argnums=1,
+        )
+        self._start_memory()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return not self._served
+
+    def generate(
+        self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """Runs prompts to their end.
+
+        Args:
+          prompts: texts, or token ids as sequences of ints; one text alone is one prompt.
+          sampling: for all prompts, or one for each; greedy by default.
+        Returns:
+          One completion per prompt, in order.
+        Raises:
+          UsageError: for any wrong prompt, before anything runs.
+        """
+        served = self.intake.check_all(prompts, sampling, self.memory)
+        pieces: list[list[Piece]] = [[] for _ in served]
+        for piece in self._stream(served):
+            pieces[piece.index].append(piece)
+        return [
+            Completion(
+                text=None if one.stream is None else "".join(piece.text or "" for piece in found),
+                token_ids=tuple(one.tokens[one.prompt_tokens :]),
+                finish_reason=str(found[-1].finish_reason),
+                prompt_tokens=one.prompt_tokens,
+            )
+            for one, found in zip(served, pieces, strict=True)
+        ]
+
+    def stream(
+        self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Iterator[Piece]:
+        """As `generate`, piece by piece as the tokens come.
+
+        Closing the iterator gives up its requests and frees their memory. A wrong prompt raises
+        here, not at the first piece.
+        """
+        return self._stream(self.intake.check_all(prompts, sampling, self.memory))
+
+    def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> int:
+        """Puts one request at the end of the line; `step` runs it. Returns its index."""
+        (served,) = self.intake.check_all([prompt], sampling, self.memory)
+        return self._submit(served)
+
+    def abort(self, index: int) -> None:
+        """Gives up a request and frees its memory.
+
+        Raises:
+          UsageError: no request of this index runs or waits.
+        """
+        if index not in self._served:
+            raise UsageError(f"no request {index} runs or waits")
+        served = self._served.pop(index)
+        self.queue.leave(served)
+        self._release(served)
+
+    def step(self) -> list[Piece]:
+        """Runs one step. Returns what was added to requests of `submit`, in order of admission.
+
+        If the device program fails, its error is raised; all requests wait then, none is lost.
+        """
+        if not self.is_idle:
+            self._advance()
+        return self._read(lambda index: index not in self._streamed)
+
+    def warm_up(self) -> int:
+        """Compiles every program that serving can need, and changes nothing. Returns how many.
+
+        Cost: one compilation per shape that is not in JAX's cache, seconds each for a real model.
+        """
+        shapes = self.shapes()
+        for shape in shapes:
+            packet, _ = blank(shape, self.memory.tables.words, self.memory.rows)
+            self._dispatch((packet,))
+        jax.block_until_ready(self._device)
+        return len(shapes)
+
+    def shapes(self) -> list[Shape]:
+        """The static shapes of all packets that this engine dispatches."""
+        pages = [0]
+        while pages[-1] < self.memory.tables.row_pages:
+            pages.append(self.memory.bucket_pages(pages[-1] * self.plan.page_tokens + 1))
+        rows = {self._row_bucket(count) for count in range(1, self.limits.rows + 1)}
+        singles = [(count, 1, some) for count in sorted(rows) for some in pages[1:]]
+        chunks = [
+            (count, self.limits.chunk_tokens, some)
+            for count in sorted({1, self._row_bucket(CHUNK_ROWS)}) for some in pages
+            if self.limits.chunk_tokens > 1
+        ]  # fmt: skip
+        upkeep = [upkeep_shape(self.plan, pool.index) for pool in self.plan.sub_pools]
+        return upkeep + [step_shape(self.plan, *sizes) for sizes in chunks + singles]
+
+    def statistics(self) -> Statistics:
+        """Sums over all steps so far."""
+        metrics, running = self.memory.metrics(), self._running
+        return Statistics(
+            steps=len(running),
+            running_mean=sum(running) / max(1, len(running)),
+            running_max=max(running, default=0),
+            retractions=self._retractions,
+            generated_tokens=self._generated,
+            computed_tokens=self._computed,
+            recomputed_tokens=self._recomputed,
+            moved_units=sum(metrics["moved_units"]),
+            moved_bytes=metrics["moved_bytes"],
+            seconds=self._seconds,
+            tokens_per_second=self._generated / self._seconds if self._seconds else 0.0,
+        )
+
+    def _stream(self, served: list[Served]) -> Iterator[Piece]:
+        """Runs requests that were checked; pieces bear their place in `served`."""
+        place = {self._submit(one): at for at, one in enumerate(served)}
+        self._streamed |= place.keys()
+        try:
+            while True:
+                pieces = self._read(place.__contains__)
+                if not pieces:
+                    if self._served.keys().isdisjoint(place):
+                        return
+                    self._advance()
+                for piece in pieces:
+                    yield replace(piece, index=place[piece.index])
+        finally:
+            for index in self._served.keys() & place.keys():
+                self.abort(index)
+            self._read(place.__contains__)
+            self._streamed -= place.keys()
+
+    def _advance(self) -> None:
+        """One step; what it added is kept for whoever runs the request."""
+        began = time.perf_counter()
+        with interrupts_held():
+            try:
+                self._unread += self._step()
+            except BaseException:
+                self._restart()
+                raise
+            self._seconds += time.perf_counter() - began
+
+    def _read(self, is_asked: Callable[[int], bool]) -> list[Piece]:
+        found = [piece for piece in self._unread if is_asked(piece.index)]
+        self._unread = [piece for piece in self._unread if not is_asked(piece.index)]
+        return found
+
+    def _submit(self, served: Served) -> int:
+        served.index = self._next_index
+        self._next_index += 1
+        self._served[served.index] = served
+        self.queue.submit(served)
+        return served.index
+
+    def _step(self) -> list[Piece]:
+        memory = self.memory
+        decided = schedule(self.queue, memory.prices, room(memory), self.limits)
+        if not decided.work:
+            raise InvariantError("C2: a step without work while requests wait")
+        for served in decided.retracted:
+            self._release(served)
+            self._recomputed += served.computed
+        for served in decided.admitted:
+            served.request = memory.open(served.words)
+        outs = [(batch, self._run_batch(batch)) for batch in batches(decided.work, CHUNK_ROWS)]
+        self.queue.apply(decided)
+        self._running.append(len(self.queue.running))
+        self._retractions += len(decided.retracted)
+        self._computed += sum(count for _, count in decided.work)
+        sampled = {}
+        for batch, out in outs:
+            tokens = np.asarray(out.sampled).tolist()  # waits for the device
+            sampled |= {id(item): token for (item, _), token in zip(batch, tokens, strict=False)}
+        for ticket in range(self._retired + 1, memory.ticket + 1):
+            memory.retire(ticket)
+        self._retired = memory.ticket
+        return [
+            self._accept(served, sampled[id(served)])
+            for served, _ in decided.work
+            if served.computed == served.known
+        ]
+
+    def _run_batch(self, batch: Sequence[tuple[Served, int]]) -> StepOut:
+        """Dispatches one batch in the smallest of the compiled shapes that holds it."""
+        tokens = 1 if batch[0][1] == 1 else self.limits.chunk_tokens
+        past = max(served.computed for served, _ in batch)
+        packets = self.memory.run(
+            [served.work(count) for served, count in batch],
+            rows=self._row_bucket(len(batch)),
+            tokens=tokens,
+            pages=self.memory.bucket_pages(past or int(tokens == 1)),
+        )
+        return self._dispatch(packets)
+
+    def _dispatch(self, packets: Sequence[Packet]) -> StepOut:
+        for packet in packets:
+            self._device, out = self._run(self._leaves, self._device, packet)
+        return out
+
+    def _accept(self, served: Served, token: int) -> Piece:
+        piece = served.accept(token)
+        self._generated += 1
+        if piece.finish_reason is not None:
+            self.abort(served.index)
+        return piece
+
+    def _release(self, served: Served) -> None:
+        if served.request is not None:
+            self.memory.free(served.request)
+            served.request = None
+
+    def _row_bucket(self, count: int) -> int:
+        """The smallest power of 4 that holds `count` rows, or all rows."""
+        bucket = 1
+        while bucket < count:
+            bucket *= 4
+        return min(bucket, self.limits.rows)
+
+    def _start_memory(self) -> None:
+        """Makes empty memory and fresh device state."""
+        self._device: Any = None  # the old arena goes before a new one comes
+        self._retired = 0
+        self.memory = Memory(
+            self.plan, self.limits.rows, self.intake.context_tokens,
+            chunk_tokens=self.limits.chunk_tokens, layout=self._layout,
+        )  # fmt: skip
+        self._device = self.memory.init()
+
+    def _restart(self) -> None:
+        """After a failed step: the arena is lost, so every generation waits and will go on (E2)."""
+        for served in self._served.values():
+            served.request = None
+        self.queue.retract(self.queue.running[::-1])
+        self._start_memory()
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Holds SIGINT back until the block ends (E4).
+
+    Elsewhere than in the main thread Python never delivers one, and a handler that Python did not
+    install is left alone.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(handler):
+        yield
+        return
+    held: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *received: held.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[0])
