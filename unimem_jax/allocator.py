@@ -1,10 +1,9 @@
 """Ids, mappings, sharers and commitments: the logical half of the allocator.
 
 What it is: the one owner of "which id holds which unit". Requests, prefixes and page tables hold
-  ids; an id is
-mapped to one address in each sub-pool that holds something for it, and to absent (one past the last
-address) elsewhere. What it does not do: it moves no byte and knows no request, no step layout and
-no device.
+ids; an id is mapped to one address in each sub-pool that holds something for it, and to absent (one
+past the last address) elsewhere. What it does not do: it moves no byte and knows no request, no
+step layout and no device.
 
 * Page sub-pools share one space of ids; every slot sub-pool has its own.
 * Sharers are counted per (id, sub-pool). The last one to drop an id in a sub-pool frees its unit

@@ -1,11 +1,9 @@
-"""Where bands may lie: the closed form of capacity, and the choice of target intervals when units
-must move.
+"""Where bands may lie: the closed form of capacity, and the choice of intervals for moves.
 
 What it is: pure functions of integers. A band is the stretch of the arena that a sub-pool occupies.
-  Bands keep the
-physical order of their sub-pools; the low end is anchored at granule 0, the high end at the top
-page of its own grid, floats lie anywhere between. What it does not do: it knows no ids, holds no
-state and moves no byte.
+Bands keep the physical order of their sub-pools; the low end is anchored at granule 0, the high end
+at the top page of its own grid, floats lie anywhere between. What it does not do: it knows no ids,
+holds no state and moves no byte.
 
     0                                                                    arena_granules
     | low end -->      | <-- float --> |      | <-- float --> |      <-- high end |  |
@@ -36,18 +34,21 @@ target.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from unimem_jax.errors import UsageError
 
-EXACT_CANDIDATES = (
-    32  # up to here every number of moved units is tried; beyond, each try is 1/8 larger
-)
+EXACT_CANDIDATES = 32  # up to here every number of moved units is tried; then each is 1/8 larger
 FRONTIER_POINTS = 64  # most partial choices kept from band to band
 
 Interval = tuple[int, int]
+Targets = list[Interval]
+Occupied = Sequence[Sequence[int]]  # per band, ascending addresses
+Held = tuple[Sequence[int], Sequence[int]]  # occupied and pinned addresses of one band
+Starts = tuple[int, ...]  # per band the lowest address that its interval may have
+Point = tuple[int, int, Starts]  # granules moved so far, end granule, starts chosen so far
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,10 @@ def packed_fits(geometry: Geometry, counts: Sequence[int]) -> bool:
 
 def choose_targets(
     geometry: Geometry,
-    occupied: Sequence[Sequence[int]],
-    pinned: Sequence[Sequence[int]],
+    occupied: Occupied,
+    pinned: Occupied,
     counts: Sequence[int],
-) -> list[Interval] | None:
+) -> Targets | None:
     """Intervals for all bands with the fewest granules of units outside them, or None if pins
     forbid any.
 
@@ -166,25 +167,25 @@ def batch_order(sides: Sequence[tuple[bool, bool]]) -> list[int]:
     return rising[::-1] + sinking
 
 
-# A point of the frontier is (granules moved so far, end granule, lowest addresses chosen so far).
-def _walk(geometry, occupied, pinned, counts, budget):
-    """Lowest address of each band's interval in the cheapest choice within the budget, or None."""
-    points = [(0, 0, ())]
+def _walk(
+    geometry: Geometry, occupied: Occupied, pinned: Occupied, counts: Sequence[int], budget: int
+) -> Starts | None:
+    """Per band the lowest address of its interval, cheapest within the budget; or None."""
+    points: list[Point] = [(0, 0, ())]
     for index, count in enumerate(counts):
         if not count:
-            points = [(cost, end, (*los, None)) for cost, end, los in points]
+            points = [(cost, end, (*los, 0)) for cost, end, los in points]
             continue
         unit = geometry.unit_granules[index]
+        limit = geometry.arena_granules // unit
         expand = _high_candidates if geometry.ends[index] == "high" else _candidates
+        held = occupied[index], pinned[index]
         reached = []
         for cost, end, los in points:
             lo = -(-end // unit)
-            limit = geometry.arena_granules // unit
-            if lo + count > limit or (len(pinned[index]) and pinned[index][0] < lo):
+            if lo + count > limit or (len(held[1]) and held[1][0] < lo):
                 continue
-            for moved, hi in expand(
-                (occupied[index], pinned[index]), (lo, limit), count, (budget - cost) // unit
-            ):
+            for moved, hi in expand(held, (lo, limit), count, (budget - cost) // unit):
                 reached.append((cost + moved * unit, hi * unit, (*los, lo)))
         points = _pareto(reached)
         if not points:
@@ -192,42 +193,37 @@ def _walk(geometry, occupied, pinned, counts, budget):
     return points[0][2]
 
 
-def _candidates(held, bounds, count, most):
-    """(units moved, upper edge) for an interval that starts at bounds[0], fewest moved first, the
-    packed form last.
-    """
+def _candidates(held: Held, bounds: Interval, count: int, most: int) -> Iterator[tuple[int, int]]:
+    """(units moved, upper edge) of intervals from bounds[0] up; fewest moved first, packed last."""
     occupied, pinned = held
     below = bisect_left(occupied, bounds[0])
     edge = bounds[0] + count
     if len(pinned):
         edge = max(edge, pinned[-1] + 1)
-    if edge > bounds[1]:
-        return
-    strays = len(occupied) - bisect_left(
-        occupied, edge
-    )  # must move for the interval to end at `edge`
+    strays = len(occupied) - bisect_left(occupied, edge)  # they must move for it to end at `edge`
     above = 0
     while below + above <= most:
         if above >= strays:
             yield below + strays, edge
             return
         yield below + above, occupied[len(occupied) - 1 - above] + 1
-        above += 1 if above < EXACT_CANDIDATES else above // 8
-        above = min(above, strays)
+        above = min(strays, above + (1 if above < EXACT_CANDIDATES else above // 8))
 
 
-def _high_candidates(held, bounds, count, most):
+def _high_candidates(held: Held, bounds: Interval, _: int, most: int) -> Iterator[tuple[int, int]]:
+    """The only interval of a high end that is worth trying: all that the bands below leave."""
     below = bisect_left(held[0], bounds[0])
     if below <= most:
         yield below, bounds[1]
 
 
-def _pareto(points):
-    """The points that no other point beats in both cost and end, cheapest first; thinned, the
-    shortest end kept.
+def _pareto(points: list[Point]) -> list[Point]:
+    """The points that none beats in both cost and end, cheapest first.
+
+    Thinned where there are many; the shortest end, the packed layout, is always kept.
     """
     points.sort(key=lambda point: point[:2])
-    kept = []
+    kept: list[Point] = []
     for point in points:
         if not kept or point[1] < kept[-1][1]:
             kept.append(point)
@@ -237,36 +233,46 @@ def _pareto(points):
     return [kept[round(step * rank)] for rank in range(FRONTIER_POINTS)]
 
 
-def _settle(geometry, occupied, counts, los):
-    """Intervals as tight as the choice allows, in the slack that the choice leaves between the
-    bands.
+def _settle(geometry: Geometry, occupied: Occupied, counts: Sequence[int], los: Starts) -> Targets:
+    """Intervals as tight as the choice allows, in the slack that it leaves between the bands.
 
-    Slack left by the thinned search is used up here, so a band never moves more than its neighbours
-    force it to.
+    The thinned search leaves slack; using it up here, no band moves more than its neighbours force
+    it to.
     """
+    starts = _latest_starts(geometry, occupied, counts, los)
     targets = []
     end = 0
     for index, count in enumerate(counts):
-        unit = geometry.unit_granules[index]
         if not count:
             targets.append((0, 0))
             continue
-        following = [j for j in range(index + 1, len(counts)) if counts[j]]
-        limit = (
-            los[following[0]] * geometry.unit_granules[following[0]]
-            if following
-            else geometry.arena_granules
-        )
-        floor, ceiling = -(-end // unit), limit // unit
-        first, last = bisect_left(occupied[index], floor), bisect_left(occupied[index], ceiling)
-        kept = (occupied[index][first], occupied[index][last - 1] + 1) if first < last else None
+        unit, held = geometry.unit_granules[index], occupied[index]
+        floor, ceiling = -(-end // unit), starts[index + 1] // unit
+        first, last = bisect_left(held, floor), bisect_left(held, ceiling)
+        kept = (held[first], held[last - 1] + 1) if first < last else None
         lo, hi = _tight(geometry.ends[index], (floor, ceiling), kept, count)
         targets.append((lo, hi))
         end = hi * unit
     return targets
 
 
-def _tight(end, bounds, kept, count):
+def _latest_starts(
+    geometry: Geometry, occupied: Occupied, counts: Sequence[int], los: Starts
+) -> list[int]:
+    """First granule that each band (and whatever lies above it) needs if it keeps its low units."""
+    starts = [geometry.arena_granules] * (len(counts) + 1)
+    for index in reversed(range(len(counts))):
+        unit, held = geometry.unit_granules[index], occupied[index]
+        starts[index] = starts[index + 1]
+        if counts[index]:
+            latest = starts[index + 1] // unit - counts[index]
+            first = bisect_left(held, los[index])
+            starts[index] = min([latest, *held[first : first + 1]]) * unit
+    return starts
+
+
+def _tight(end: str, bounds: Interval, kept: Interval | None, count: int) -> Interval:
+    """The smallest interval for `count` units around those kept, grown toward the wider side."""
     floor, ceiling = bounds
     if end == "low":
         return 0, max(count, kept[1] if kept else 0)

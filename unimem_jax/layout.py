@@ -1,17 +1,14 @@
-"""Which units are free, where each band lies, and how room is made: the physical half of the
-allocator.
+"""Which units are free, where each band lies, and how room is made: the physical allocator.
 
 What it is: the holes and the frontier of every band, over one ledger. What it does not do: it knows
-  no ids, no
-sharers and no commitments; its caller redirects the mappings of moved units.
+no ids, no sharers and no commitments; its caller redirects the mappings of moved units.
 
     [lo, hi)   a band in addresses of its own grid; each address inside is occupied or a hole
     holes      a stack of all holes of the band, the next one to hand out last
 
 Room is made by the first rung that suffices: holes; growth into the gaps between bands; the same
-  after every band
-has let go of the holes at its edges; moves (`bands.choose_targets`). The first three cost nothing
-per unit of the pool.
+after every band has let go of the holes at its edges; moves (`bands.choose_targets`). The first two
+cost nothing per unit of the pool, the others one pass over the bands in NumPy.
 
 Invariants (checked by `check`):
   L4  bands are disjoint in granules, in order and inside the arena (split: inside their own share
@@ -25,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unimem_jax.bands import Geometry, Interval, batch_order, choose_targets, packed_fits
+from unimem_jax.bands import Geometry, Interval, Targets, batch_order, choose_targets, packed_fits
 from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
 from unimem_jax.ledger import (
     BEYOND,
@@ -96,7 +93,7 @@ class Layout:
         self.ledger = Ledger(geometry)
         parts = zip(geometry.unit_granules, geometry.unit_counts, geometry.ends, strict=True)
         self.bands = [Band(unit, top, end) for unit, top, end in parts]
-        self.shares: list[Interval] | None = None
+        self.shares: Targets | None = None
         self.caps: tuple[int, ...] = ()
         if isinstance(layout, Split):
             self.caps = layout.caps
@@ -163,7 +160,7 @@ class Layout:
             return []
         return self._rearrange(demand)
 
-    def _grow(self, demand):
+    def _grow(self, demand: Sequence[int]) -> bool:
         """Opens the missing holes in the gaps between bands, for all bands or for none."""
         edges = [(band.lo, band.hi) for band in self.bands]
         for index, (band, count) in enumerate(zip(self.bands, demand, strict=True)):
@@ -181,7 +178,7 @@ class Layout:
             self._open(index, lo, hi)
         return True
 
-    def _grown(self, index, lack, edges):
+    def _grown(self, index: int, lack: int, edges: Targets) -> Interval | None:
         """Edges of a band after growth by at least `lack` units, toward the wider gap first; None
         if they do not fit.
         """
@@ -198,7 +195,7 @@ class Layout:
         rise = min(wanted, up) if up >= down else max(0, wanted - down)
         return lo - (wanted - rise), hi + rise
 
-    def _bounds(self, index, edges):
+    def _bounds(self, index: int, edges: Targets) -> Interval:
         """The addresses that a band may cover while its neighbours stay."""
         if self.shares is not None:
             return self.shares[index]
@@ -215,7 +212,7 @@ class Layout:
         ceiling = (above[0] if above else self.geometry.arena_granules) // granules[index]
         return floor, ceiling
 
-    def _open(self, index, lo, hi):
+    def _open(self, index: int, lo: int, hi: int) -> None:
         """Grows a band to [lo, hi), a superset of what it covers; the units nearest to it are
         handed out first.
         """
@@ -226,7 +223,7 @@ class Layout:
                 band.push(np.arange(start, stop, dtype=np.int32)[::step])
         band.lo, band.hi = lo, hi
 
-    def _trim(self):
+    def _trim(self) -> None:
         """Lets every band go of the holes at its edges."""
         for index, band in enumerate(self.bands):
             view = memoryview(self.ledger.states[index])
@@ -241,7 +238,7 @@ class Layout:
             band.lo, band.hi, band.hole_count = lo, hi, 0
             band.push(holes)
 
-    def _rearrange(self, demand):
+    def _rearrange(self, demand: Sequence[int]) -> list[Batch]:
         states = self.ledger.states
         occupied = [
             np.flatnonzero(states[index][band.lo : band.hi] != HOLE) + band.lo
@@ -278,7 +275,9 @@ class Layout:
                     names.append(f"unit {address} of sub-pool {index} (used by {users})")
         return ", ".join(names)
 
-    def _shift(self, index, target, occupied):
+    def _shift(
+        self, index: int, target: Interval, occupied: np.ndarray
+    ) -> tuple[Batch, tuple[bool, bool]]:
         """Makes a band cover its target. Returns its batch and (has units below the target, has
         units above).
         """
@@ -334,7 +333,7 @@ class Layout:
                 raise InvariantError(f"L6: the stack of band {index} is not the set of its holes")
 
 
-def _shares(geometry, caps):
+def _shares(geometry: Geometry, caps: Sequence[int]) -> Targets:
     if len(caps) != len(geometry.ends) or min(caps) < 0:
         raise UsageError(f"a split needs one non-negative cap per sub-pool, not {caps}")
     shares = []
@@ -350,7 +349,7 @@ def _shares(geometry, caps):
     return shares
 
 
-def _trimmed_end(view, lo, hi):
+def _trimmed_end(view: memoryview, lo: int, hi: int) -> int:
     """The end of [lo, hi) without its trailing holes. Cost: O(holes dropped)."""
     window = 64
     while hi > lo:
@@ -362,7 +361,7 @@ def _trimmed_end(view, lo, hi):
     return lo
 
 
-def _trimmed_start(view, lo, hi):
+def _trimmed_start(view: memoryview, lo: int, hi: int) -> int:
     window = 64
     while lo < hi:
         stop = min(hi, lo + window)

@@ -1,9 +1,8 @@
 """Who still uses each unit, and until when.
 
 What it is: the state of every unit of every sub-pool, one table of legal transitions and one
-  function that applies
-it; tickets in dispatch order; pins of users that device order does not protect from. What it does
-not do: it chooses no address and knows no ids.
+function that applies it; tickets in dispatch order; pins of users that device order does not
+protect from. What it does not do: it chooses no address and knows no ids.
 
     beyond --grow--> hole --grant--> live --vacate--> vacated --retire--> beyond
     hole --trim--> beyond           live --free--> hole             vacated --grow--> hole
@@ -24,6 +23,7 @@ Invariants (checked by `check`):
 
 from collections import deque
 from collections.abc import Hashable
+from typing import NoReturn
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class Ledger:
             self._refuse(sub_pool, int(refused[0]), event)
         states[addresses] = reached
 
-    def _refuse(self, sub_pool, address, event):
+    def _refuse(self, sub_pool: int, address: int, event: int) -> NoReturn:
         blame = UsageError if event in CALLER_EVENTS else InvariantError
         state = STATES[self.states[sub_pool][address]]
         raise blame(f"cannot {EVENTS[event]} unit {address} of sub-pool {sub_pool}: it is {state}")
@@ -174,8 +174,8 @@ class Ledger:
         """
         if ticket != self.retired + 1 or ticket > self.dispatched:
             raise UsageError(
-                f"ticket {ticket} cannot retire: tickets retire one by one, {self.retired} was the last "
-                f"and {self.dispatched} is dispatched"
+                f"ticket {ticket} cannot retire: tickets retire one by one, {self.retired} was "
+                f"the last and {self.dispatched} is the last dispatched"
             )
         self.retired = ticket
         while self._vacated and self._vacated[0][0] <= ticket:
@@ -254,7 +254,7 @@ class Ledger:
         view = self._views[sub_pool]
         return sum(view[address] == PENDING for address in self.pins[sub_pool])
 
-    def _known(self, sub_pool, address):
+    def _known(self, sub_pool: int, address: int) -> None:
         if not 0 <= sub_pool < len(self.states) or not 0 <= address < len(self.states[sub_pool]):
             raise UsageError(f"no unit {address} in sub-pool {sub_pool}; addresses start at 0")
 

@@ -1,8 +1,7 @@
 """Which id holds which unit: the mapping of each sub-pool, and the ids that are free.
 
 What it is: arrays over ids and addresses, and lists of what the device has not heard of yet. What
-  it does not do: it
-decides nothing; the allocator calls it with ids that it has checked.
+it does not do: it decides nothing; the allocator calls it with ids that it has checked.
 
 Invariants (checked by `check`):
   L7  a mapping and its owner agree: owner[mapping[id]] == id for every mapped id; absent and -1
@@ -118,9 +117,8 @@ class Table:
         self.is_dirty = np.zeros(ids.count, np.bool_)
         self.dirty = np.empty(ids.count, np.int32)
         self.dirty_count = 0
-        self.views = tuple(
-            map(memoryview, (self.mapping, self.owner, self.sharers, self.is_dirty, self.dirty))
-        )
+        arrays = (self.mapping, self.owner, self.sharers, self.is_dirty, self.dirty)
+        self.views: tuple[memoryview[int], ...] = tuple(memoryview(array) for array in arrays)
 
     def bind(self, ids: np.ndarray, addresses: np.ndarray) -> None:
         """Maps fresh ids, one sharer each."""
@@ -197,7 +195,7 @@ class Table:
         return address
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """The entries touched since last taken whose ids are still in use: (ids, addresses), int32."""
+        """(ids, addresses), int32, touched since last taken; ids that are free now are left out."""
         ids = self.dirty[: self.dirty_count].copy()
         self.is_dirty[ids] = False
         self.dirty_count = 0

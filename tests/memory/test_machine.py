@@ -1,0 +1,139 @@
+"""Any sequence of calls, right or wrong, against the dictionary twins, in arenas where running out
+is common.
+"""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests import sim
+from tests.memory.world import UNIFIED, Split, World
+from unimem_jax.bands import Geometry
+
+GEOMETRIES = [
+    Geometry(12, (3, 1, 2), ("low", "float", "high"), (True, False, False), 12),
+    Geometry(20, (4, 3, 2), ("low", "float", "high"), (True, False, False), 10),
+    Geometry(17, (2, 3), ("low", "high"), (False, False), 8),
+    Geometry(22, (5, 3, 2, 2), ("low", "float", "float", "high"), (True, True, False, False), 11),
+    Geometry(15, (4, 2), ("low", "float"), (True, False), 7),
+    Geometry(9, (2,), ("low",), (False,), 4),
+]
+few = st.integers(0, 3)
+flag = st.booleans()
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    @initialize(
+        geometry=st.sampled_from(GEOMETRIES), is_split=st.sampled_from([False, False, True])
+    )
+    def begin(self, geometry, is_split):
+        share = geometry.arena_granules // len(geometry.ends)
+        caps = tuple(max(0, share // unit - 1) for unit in geometry.unit_granules)
+        self.world = World(geometry, Split(caps) if is_split else UNIFIED)
+        slots = geometry.is_slot
+        self.pages = [i for i in self.world.sub_pools if not slots[i]]
+        self.states = [i for i in self.world.sub_pools if slots[i]]
+
+    def pick(self, source, pool):
+        return source.draw(st.sampled_from(self.world.live(pool)))
+
+    @rule(source=st.data(), count=few, is_committed=flag)
+    def grant_pages(self, source, count, is_committed):
+        pools = source.draw(st.lists(st.sampled_from(self.pages), min_size=1, unique=True))
+        is_single = count == 1 and source.draw(flag)
+        self.world.grant_pages(count, pools, is_committed, is_single)
+
+    @precondition(lambda self: self.states)
+    @rule(source=st.data(), is_committed=flag)
+    def grant_slot(self, source, is_committed):
+        self.world.grant_slot(source.draw(st.sampled_from(self.states)), is_committed)
+
+    @precondition(lambda self: self.world.pages())
+    @rule(source=st.data(), is_committed=flag)
+    def map_more(self, source, is_committed):
+        ids = source.draw(st.lists(st.sampled_from(self.world.pages()), min_size=1, unique=True))
+        self.world.map_more(ids, source.draw(st.sampled_from(self.pages)), is_committed)
+
+    @rule(source=st.data(), is_single=flag, is_share=flag)
+    def share_or_drop(self, source, is_single, is_share):
+        pool = source.draw(st.sampled_from(self.world.sub_pools))
+        known = st.integers(0, self.world.geometry.id_counts[pool] - 1)
+        live = self.world.live(pool)
+        ids = source.draw(
+            st.lists(st.sampled_from(live) if live else known, max_size=3, unique=is_share)
+        )
+        if is_share:
+            self.world.share(ids, pool)
+        else:
+            self.world.drop(ids, pool, is_single and len(ids) == 1)
+
+    @rule(source=st.data(), is_single=flag)
+    def free(self, source, is_single):
+        known = st.integers(0, self.world.geometry.id_count - 1)
+        live = self.world.pages()
+        ids = source.draw(st.lists(st.sampled_from(live) if live else known, max_size=4))
+        self.world.free(ids, is_single and len(ids) == 1)
+
+    @rule(source=st.data(), name=st.sampled_from(["commit", "uncommit", "make_room"]))
+    def promise(self, source, name):
+        count = len(self.world.geometry.ends)
+        getattr(self.world, name)(source.draw(st.lists(few, min_size=count, max_size=count)))
+
+    @rule(
+        source=st.data(),
+        name=st.sampled_from(["pin", "fence"]),
+        user=st.sampled_from(["copy", "peer"]),
+    )
+    def pin(self, source, name, user):
+        pool = source.draw(st.sampled_from(self.world.sub_pools))
+        if self.world.live(pool):
+            getattr(self.world, name)(pool, self.pick(source, pool), user)
+
+    @precondition(lambda self: self.world.pins)
+    @rule(source=st.data())
+    def unpin(self, source):
+        self.world.unpin(source.draw(st.sampled_from(sorted(self.world.pins))))
+
+    @rule()
+    def step(self):
+        self.world.step()
+
+    @rule()
+    def retire(self):
+        self.world.retire()
+
+    @invariant()
+    def every_invariant_holds(self):
+        if hasattr(self, "world"):
+            self.world.check()
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_seeded_simulation_of_twenty_thousand_steps_finds_nothing():
+    totals = sim.run(seed=0, steps=20_000)
+    assert totals["moved_units"] > 100, "the simulation hardly ever had to move anything"
+    assert totals["refusals"] > 100, "the simulation hardly ever ran out"
+
+
+@pytest.mark.slow
+def test_a_seeded_simulation_of_a_million_steps_finds_nothing():
+    sim.run(seed=1, steps=1_000_000, check_every=1000)
+
+
+def test_a_failing_simulation_prints_the_line_that_repeats_it(monkeypatch):
+    def broken(world, rng):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(sim, "one_call", broken)
+    with pytest.raises(ValueError) as caught:
+        sim.run(seed=7, steps=10)
+    assert caught.value.__notes__ == ["repeat with: python -m tests.sim --seed 7 --steps 1"]
+
+
+def test_the_simulation_runs_from_the_command_line(capsys):
+    sim.main(["--seed", "3", "--steps", "50"])
+    assert "refusals" in capsys.readouterr().out
