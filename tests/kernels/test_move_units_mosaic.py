@@ -50,8 +50,9 @@ def test_only_the_first_moves_are_made(count):
     assert not has_raced()
 
 
-def test_rows_after_the_last_whole_unit_are_untouched():
-    case = random_moves(0, (96, 3), moves=2, count=2, spare_rows=2)
+@pytest.mark.parametrize("unit", [(96, 3), (32, 8)])
+def test_rows_after_the_last_whole_unit_are_untouched(unit):
+    case = random_moves(0, unit, moves=2, count=2, spare_rows=1)
     np.testing.assert_array_equal(moved(case), moved_by_numpy(case))
     assert not has_raced()
 
