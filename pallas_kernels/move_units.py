@@ -24,7 +24,16 @@ from .move_units_mosaic import GRANULE_WORDS, move_units_mosaic
 
 CHUNK_BYTES = 1 << 20  # a large unit is copied in pieces of at most this, one row at least
 MOSAIC_CAPABILITY = 9.0  # compute capability of the first NVIDIA GPU with a TMA engine
-COMPUTE_CAPABILITY = {"H100": 9.0, "H200": 9.0, "GH200": 9.0, "B200": 10.0, "GB200": 10.0}
+# Of cards that a program may be traced for while none is there.
+COMPUTE_CAPABILITY = {
+    "A100": 8.0,
+    "L40S": 8.9,
+    "H100": 9.0,
+    "H200": 9.0,
+    "GH200": 9.0,
+    "B200": 10.0,
+    "GB200": 10.0,
+}
 
 Implementation = Literal["auto", "xla", "mosaic"]
 
@@ -57,12 +66,11 @@ def move_units(
     if implementation not in get_args(Implementation):
         allowed = ", ".join(get_args(Implementation))
         raise ArgumentError(f"implementation is {implementation!r}; it must be one of {allowed}")
-    capability = _target_capability()
+    target, capability = _target()
     if implementation == "mosaic" and (capability is None or capability < MOSAIC_CAPABILITY):
         raise UnsupportedPlatform(
             f"implementation 'mosaic' needs an NVIDIA GPU of compute capability "
-            f"{MOSAIC_CAPABILITY} or more; the program is traced for {_target_name(capability)}; "
-            f"use 'auto' or 'xla'"
+            f"{MOSAIC_CAPABILITY} or more; the program is traced for {target}; use 'auto' or 'xla'"
         )
     if sources.shape[0] == 0:
         return arena
@@ -119,22 +127,17 @@ def _require_arguments(
         )
 
 
-def _target_capability() -> float | None:
-    """Compute capability of the NVIDIA GPU traced for, None if it is anything else.
+def _target() -> tuple[str, float | None]:
+    """What the program is traced for, and its compute capability if it is a known NVIDIA GPU.
 
     A device named by `jax.sharding.use_abstract_mesh` counts before the default device.
     """
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None:
-        model = abstract.device_kind.removeprefix("NVIDIA ").split(" ")[0]
-        return COMPUTE_CAPABILITY.get(model)
+        model = abstract.device_kind.removeprefix("NVIDIA ").replace("-", " ").split(" ")[0]
+        return abstract.device_kind, COMPUTE_CAPABILITY.get(model)
     device = jax.devices()[0]
-    if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
-        return None
-    return float(device.compute_capability)
-
-
-def _target_name(capability: float | None) -> str:
-    if capability is None:
-        return f"platform {jax.default_backend()!r}"
-    return f"compute capability {capability}"
+    # On an AMD GPU this is a name such as "gfx942".
+    number = getattr(device, "compute_capability", "")
+    is_nvidia = number.replace(".", "").isdecimal()
+    return device.device_kind, float(number) if is_nvidia else None

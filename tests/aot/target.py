@@ -74,8 +74,16 @@ def compile_for_h200(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     placed = jax.tree.map(place, shapes)
-    with jax.sharding.use_abstract_mesh(_mesh()):
+    with jax.sharding.use_abstract_mesh(traced_for("NVIDIA H200")):
         return jax.jit(fn, donate_argnums=donate).trace(*placed).lower().compile()
+
+
+def traced_for(device_kind: str) -> AbstractMesh:
+    """Tells code that looks at the device while it is traced which device that will be."""
+    fields = {"device_kind": device_kind, "num_cores": None}
+    if "platform" in AbstractDevice.__dataclass_fields__:  # required since jax 0.12
+        fields["platform"] = "gpu"
+    return AbstractMesh((), (), abstract_device=AbstractDevice(**fields))
 
 
 def _plugin_is_installed() -> bool:
@@ -91,11 +99,3 @@ def _topology() -> Any:
     return topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=H200, topology="1x1x1"
     )
-
-
-def _mesh() -> AbstractMesh:
-    """Tells code that looks at the device while it is traced which device that will be."""
-    fields = {"device_kind": "NVIDIA H200", "num_cores": None}
-    if "platform" in AbstractDevice.__dataclass_fields__:  # required since jax 0.12
-        fields["platform"] = "gpu"
-    return AbstractMesh((), (), abstract_device=AbstractDevice(**fields))

@@ -1,5 +1,8 @@
 """Moves of units by XLA against NumPy, and how an implementation is chosen."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from unimem_jax.pallas_kernels.errors import ArgumentError, UnsupportedPlatform
 from unimem_jax.pallas_kernels.move_units import CHUNK_BYTES, move_units
 
+from tests.aot.target import traced_for
 from tests.kernels.moves import Moves, moved_by_numpy, random_moves
 
 
@@ -55,7 +59,7 @@ def test_index_arrays_past_the_count_may_hold_anything():
 
 def test_the_kernel_asked_for_by_name_is_refused_where_it_does_not_exist():
     case = random_moves(0, (32, 8), moves=2, count=1)
-    with pytest.raises(UnsupportedPlatform, match="traced for platform 'cpu'"):
+    with pytest.raises(UnsupportedPlatform, match="traced for cpu"):
         moved(case, "mosaic")
 
 
@@ -66,6 +70,51 @@ def test_auto_takes_xla_on_the_cpu_and_the_kernel_on_cuda():
     )
     assert "mosaic_gpu" not in traced.lower().as_text()
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lowered_for(device_kind: str, implementation: str) -> str:
+    case = random_moves(0, (32, 8), moves=2, count=1)
+    arrays = case.arena, case.sources, case.destinations, np.int32(1)
+    move = jax.jit(partial(move_units, unit_rows=8, implementation=implementation))
+    with jax.sharding.use_abstract_mesh(traced_for(device_kind)):
+        return move.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_card_without_a_tma_engine_gets_xla_and_refuses_the_kernel():
+    assert "mosaic_gpu" not in lowered_for("NVIDIA A100-SXM4-80GB", "auto")
+    with pytest.raises(UnsupportedPlatform, match="traced for NVIDIA A100"):
+        lowered_for("NVIDIA A100-SXM4-80GB", "mosaic")
+
+
+@pytest.mark.parametrize("implementation", ["auto", "mosaic"])
+def test_a_card_with_a_tma_engine_gets_the_kernel(implementation):
+    assert "mosaic_gpu" in lowered_for("NVIDIA H200", implementation)
+
+
+@pytest.mark.parametrize(
+    "device_kind, capability, is_kernel",
+    [
+        ("Tesla V100-SXM2-16GB", "7.0", False),
+        ("NVIDIA H100 80GB HBM3", "9.0", True),
+        ("NVIDIA B200", "10.0", True),
+        ("AMD Instinct MI300X", "gfx942", None),
+    ],
+)
+def test_the_default_device_decides(monkeypatch, device_kind, capability, is_kernel):
+    card = SimpleNamespace(device_kind=device_kind, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [card])
+    case = random_moves(0, (32, 8), moves=2, count=1)
+    shapes = case.arena, case.sources, case.destinations, np.int32(1)
+
+    def lowered(implementation: str) -> str:
+        move = jax.jit(partial(move_units, unit_rows=8, implementation=implementation))
+        return move.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+    if is_kernel is not None:
+        assert ("mosaic_gpu" in lowered("auto")) == is_kernel
+    if not is_kernel:
+        with pytest.raises(UnsupportedPlatform, match=device_kind):
+            lowered("mosaic")
 
 
 ARENA = jnp.zeros((16, 32), jnp.uint32)
