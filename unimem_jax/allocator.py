@@ -78,11 +78,12 @@ class Allocator:
 
         Raises:
           UsageError: a negative count, or not one per sub-pool.
-        Cost: under a microsecond for three sub-pools.
+        Cost: O(sub-pools) integer operations, about a microsecond for three.
         """
         if len(demand) != len(self.held) or min(demand) < 0:
             raise UsageError(f"a demand is one non-negative count per sub-pool, not {demand!r}")
-        return self.layout.fits([held + more for held, more in zip(self.held, demand)])  # noqa: B905
+        counts = [held + more for held, more in zip(self.held, demand)]  # noqa: B905
+        return self.layout.fits(counts)
 
     def commit(self, demand: Sequence[int]) -> None:
         """Promises units: they count in `fits` from now on. No address is touched.
@@ -305,9 +306,9 @@ class Allocator:
         if (self.pages.uses[known] == 0).any():
             raise UsageError(f"pages {known[self.pages.uses[known] == 0].tolist()} are free")
         # Decided before the first drop, which forgets the others of an id that becomes free.
-        mapped = [known[self.tables[index].sharers[known] > 0] for index in self.page_pools]
-        for index, some in zip(self.page_pools, mapped, strict=True):
-            self._drop(some, index)
+        is_mapped = [self.tables[index].sharers[known] > 0 for index in self.page_pools]
+        for index, here in zip(self.page_pools, is_mapped, strict=True):
+            self._drop(known if here.all() else known[here], index)
 
     def _require_mapped(self, table: Table, known: np.ndarray, sub_pool: int) -> None:
         is_missing = table.sharers[known] <= 0

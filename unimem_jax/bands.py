@@ -92,6 +92,12 @@ class Geometry:
         return tuple(self.arena_granules // unit for unit in self.unit_granules)
 
     @cached_property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Per sub-pool (unit_granules, pages of the grid of a high end or 0), for `fits`."""
+        parts = zip(self.unit_granules, self.unit_counts, self.ends, strict=True)
+        return tuple((unit, count if end == "high" else 0) for unit, count, end in parts)
+
+    @cached_property
     def id_counts(self) -> tuple[int, ...]:
         """Number of ids of each sub-pool: of its pages, or one per possible slot."""
         slots = zip(self.is_slot, self.unit_counts, strict=True)
@@ -113,12 +119,11 @@ def fits(geometry: Geometry, counts: Sequence[int]) -> bool:
 def packed_fits(geometry: Geometry, counts: Sequence[int]) -> bool:
     """`fits` without its checks, for the hot path."""
     position = 0
-    for unit, end, count in zip(geometry.unit_granules, geometry.ends, counts):  # noqa: B905 (checked by `fits`)
-        if not count:
-            continue
-        if end == "high":
-            return position <= (geometry.arena_granules // unit - count) * unit
-        position = (-(-position // unit) + count) * unit
+    for (unit, top), count in zip(geometry.grids, counts):  # noqa: B905 (checked by the callers)
+        if count:
+            if top:
+                return position <= (top - count) * unit
+            position = (-(-position // unit) + count) * unit
     return position <= geometry.arena_granules
 
 

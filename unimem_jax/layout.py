@@ -179,9 +179,7 @@ class Layout:
         return True
 
     def _grown(self, index: int, lack: int, edges: Targets) -> Interval | None:
-        """Edges of a band after growth by at least `lack` units, toward the wider gap first; None
-        if they do not fit.
-        """
+        """Edges of a band grown by at least `lack` units into its gaps; None if they do not fit."""
         floor, ceiling = self._bounds(index, edges)
         end = self.bands[index].end
         lo, hi = edges[index]
@@ -192,7 +190,8 @@ class Layout:
         if up + down < lack:
             return None
         wanted = max(lack, min(GROWTH_UNITS, (up + down) // 8))
-        rise = min(wanted, up) if up >= down else max(0, wanted - down)
+        # What is left of the two gaps is as equal as it can be, so that either neighbour may grow.
+        rise = min(wanted, max(0, (wanted + up - down) // 2))
         return lo - (wanted - rise), hi + rise
 
     def _bounds(self, index: int, edges: Targets) -> Interval:

@@ -169,16 +169,20 @@ class Table:
           The addresses set free and the ids that are mapped nowhere now.
         """
         sharers = self.sharers[ids] - 1
-        self.sharers[ids] = sharers
-        last = ids[sharers == 0]
+        last = ids
+        if sharers.any():
+            self.sharers[ids] = sharers
+            last = ids[sharers == 0]
         addresses = self.mapping[last]
         self.mapping[last] = self.absent
         self.owner[addresses] = -1
         self.sharers[last] = DROPPED
-        self.touch(last)
         uses = self.ids.uses[last] - np.uint8(1)
         self.ids.uses[last] = uses
-        return addresses, last[uses == 0]
+        gone = last if not uses.any() else last[uses == 0]
+        if len(gone) < len(last):  # the device need not hear of ids that are free
+            self.touch(last[uses > 0])
+        return addresses, gone
 
     def drop_one(self, id_: int) -> int:
         """`drop` for one id: the address set free, or absent."""
