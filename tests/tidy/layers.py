@@ -18,15 +18,20 @@ HOST_LAYERS = (
     ("layout",),
     ("allocator",),
     ("packet", "page_tables", "price"),
+    ("requests",),
+    ("pending",),
     ("memory",),
     ("schedule",),
-    ("simulate",),
+    ("serving", "simulate"),
+    ("output",),
 )
 JAX_LAYERS = (
     ("store", "draw"),
     ("views",),
     ("step",),
     ("engine", "load"),
+    ("picture",),
+    ("demo",),
     ("cli",),
 )
 HEIGHT = {
