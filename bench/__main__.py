@@ -8,6 +8,7 @@ COMMANDS = {
         "bench.decode",
         "tokens/s of the decode loop, packed entries beside one array per layer",
     ),
+    "kernels": ("bench.kernels", "time of every kernel at the shapes of its cases"),
     "train-embedded": ("bench.train_embedded", "trains the embedded model from public text"),
 }
 
