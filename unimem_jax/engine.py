@@ -30,7 +30,7 @@ from unimem_jax.packet import Packet, Shape, blank, step_shape, upkeep_shape
 from unimem_jax.plan import plan
 from unimem_jax.sampling import Sampling
 from unimem_jax.schedule import Limits, Queue, batches, room, schedule
-from unimem_jax.serving import Completion, Intake, Piece, Prompt, Served
+from unimem_jax.serving import Completion, Intake, Piece, Prompt, Served, joined
 from unimem_jax.step import Model, StepOut, step
 from unimem_jax.text import ByteText, Tokenizer
 
@@ -143,15 +143,7 @@ class Engine:
         pieces: list[list[Piece]] = [[] for _ in served]
         for piece in self._stream(served):
             pieces[piece.index].append(piece)
-        return [
-            Completion(
-                text=None if one.stream is None else "".join(piece.text or "" for piece in found),
-                token_ids=tuple(one.tokens[one.prompt_tokens :]),
-                finish_reason=str(found[-1].finish_reason),
-                prompt_tokens=one.prompt_tokens,
-            )
-            for one, found in zip(served, pieces, strict=True)
-        ]
+        return [joined(found, one.prompt_tokens) for one, found in zip(served, pieces, strict=True)]
 
     def stream(
         self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
@@ -189,17 +181,19 @@ class Engine:
             self._advance()
         return self._read(lambda index: index not in self._streamed)
 
-    def warm_up(self) -> int:
-        """Compiles every program that serving can need, and changes nothing. Returns how many.
+    def warm_up(self, on_program: Callable[[int], object] | None = None) -> None:
+        """Compiles every program that serving can need, and changes nothing.
 
+        Args:
+          on_program: told 1 after each program.
         Cost: one compilation per shape that is not in JAX's cache, seconds each for a real model.
         """
-        shapes = self.shapes()
-        for shape in shapes:
+        for shape in self.shapes():
             packet, _ = blank(shape, self.memory.tables.words, self.memory.rows)
             self._dispatch((packet,))
+            if on_program is not None:
+                on_program(1)
         jax.block_until_ready(self._device)
-        return len(shapes)
 
     def shapes(self) -> list[Shape]:
         """The static shapes of all packets that this engine dispatches."""
@@ -210,7 +204,7 @@ class Engine:
         singles = [(count, 1, some) for count in sorted(rows) for some in pages[1:]]
         chunks = [
             (count, self.limits.chunk_tokens, some)
-            for count in sorted({1, self._row_bucket(CHUNK_ROWS)}) for some in pages
+            for count in sorted({1, self._row_bucket(self.limits.chunk_rows)}) for some in pages
             if self.limits.chunk_tokens > 1
         ]  # fmt: skip
         upkeep = [upkeep_shape(self.plan, pool.index) for pool in self.plan.sub_pools]
@@ -285,7 +279,7 @@ class Engine:
             self._recomputed += served.computed
         for served in decided.admitted:
             served.request = memory.open(served.words)
-        outs = [(batch, self._run_batch(batch)) for batch in batches(decided.work, CHUNK_ROWS)]
+        outs = [(batch, self._run_batch(batch)) for batch in batches(decided.work, self.limits)]
         self.queue.apply(decided)
         self._running.append(len(self.queue.running))
         self._retractions += len(decided.retracted)

@@ -55,15 +55,20 @@ class Limits:
       rows: most generations that run at once.
       budget_tokens: most tokens that one step computes.
       chunk_tokens: most tokens that one generation computes in a step.
+      chunk_rows: most rows of one program that runs chunks.
     """
 
     rows: int
     budget_tokens: int
     chunk_tokens: int
+    chunk_rows: int = 4
 
     def __post_init__(self) -> None:
         require_positive(
-            rows=self.rows, budget_tokens=self.budget_tokens, chunk_tokens=self.chunk_tokens
+            rows=self.rows,
+            budget_tokens=self.budget_tokens,
+            chunk_tokens=self.chunk_tokens,
+            chunk_rows=self.chunk_rows,
         )
 
 
@@ -176,17 +181,15 @@ def schedule[G: Generation](
 
 
 def batches[G: Generation](
-    work: Sequence[tuple[G, int]], chunk_rows: int
+    work: Sequence[tuple[G, int]], limits: Limits
 ) -> list[list[tuple[G, int]]]:
     """Splits a step's work into device programs: all single tokens at once, longer chunks apart.
 
     A padded row costs as much as a full one, so tokens of decoding rows do not ride along with
     chunks. What fits together also fits one batch after another.
-
-    Args:
-      chunk_rows: most rows of a batch of chunks.
     """
     single = [item for item in work if item[1] == 1]
     chunks = [item for item in work if item[1] > 1]
     found = [single] if single else []
-    return found + [chunks[at : at + chunk_rows] for at in range(0, len(chunks), chunk_rows)]
+    rows = limits.chunk_rows
+    return found + [chunks[at : at + rows] for at in range(0, len(chunks), rows)]

@@ -48,7 +48,7 @@ class Completion:
     Attributes:
       text: the new text, without the prompt and any stop text; None without a tokenizer.
       token_ids: all tokens sampled, the one that ended the request included.
-      finish_reason: "stop" or "length", see `Piece`.
+      finish_reason: "stop" or "length", see `Piece`; "interrupted" where it was given up.
       prompt_tokens: tokens of the prompt, the start token included.
     """
 
@@ -56,6 +56,17 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: str
     prompt_tokens: int
+
+
+def joined(pieces: Sequence[Piece], prompt_tokens: int) -> Completion:
+    """All pieces of one request as one completion; "interrupted" if the last did not end it."""
+    texts = [piece.text for piece in pieces if piece.text is not None]
+    return Completion(
+        text="".join(texts) if texts or not pieces else None,
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        finish_reason=(pieces[-1].finish_reason if pieces else None) or "interrupted",
+        prompt_tokens=prompt_tokens,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +161,7 @@ class Intake:
           UsageError: an empty prompt, one of another type or with tokens that the model has not,
             stops that it cannot produce, or a request that exceeds the context or an empty arena.
         """
-        tokens = self._encode(prompt)
+        tokens = self.encode(prompt)
         if not tokens:
             raise UsageError("a prompt has at least one token; seen an empty one")
         for name, ids in (("token", tokens), ("stop", sampling.stop_ids)):
@@ -178,7 +189,8 @@ class Intake:
             stop=StopText(sampling.stop),
         )
 
-    def _encode(self, prompt: object) -> list[int]:
+    def encode(self, prompt: object) -> list[int]:
+        """The tokens of a prompt. Raises UsageError for what is neither text nor token ids."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("a text needs a tokenizer; without one give token ids")

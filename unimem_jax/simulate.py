@@ -85,7 +85,7 @@ def simulate(
         queue.apply(decided)
         for replayed in decided.admitted:
             replayed.request = memory.open()
-        for batch in batches(decided.work, chunk_rows=1):
+        for batch in batches(decided.work, limits):
             memory.run([_work(*item) for item in batch])
         running.append(len(queue.running))
         retractions += len(decided.retracted)

@@ -202,10 +202,11 @@ def test_single_tokens_go_together_and_chunks_in_small_groups():
     generations = [Generation(9) for _ in range(6)]
     counts = [1, 7, 1, 2, 5, 1]
     work = list(zip(generations, counts, strict=True))
-    assert batches(work, 2) == [
+    limits = Limits(8, 99, 9, chunk_rows=2)
+    assert batches(work, limits) == [
         [work[0], work[2], work[5]], [work[1], work[3]], [work[4]],
     ]  # fmt: skip
-    assert batches([], 2) == []
+    assert batches([], limits) == []
 
 
 @pytest.mark.parametrize("name", ["rows", "budget_tokens", "chunk_tokens"])

@@ -1,0 +1,323 @@
+"""The command line: `unimem generate`, `unimem plan`, `unimem demo`.
+
+Results go to standard output, progress (on a terminal) and errors to standard error. A mistake of
+the caller is one line and exit code 2, a failure while running is one line and exit code 1, Ctrl-C
+is exit code 130 with what was generated so far. Files are refused before work starts.
+
+Only here is the environment read, and only here does JAX get a folder for compiled programs.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unimem_jax.errors import OutOfMemory, PeerError, UsageError
+from unimem_jax.output import replacing
+from unimem_jax.sampling import Sampling
+
+USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
+SIZE_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+DEMO_PICTURE = "out/arena.png"
+SHOWN_COMPLETIONS = (0, 3, 8)  # of the demonstration: a short prompt, a long one, another short one
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as every other mistake: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        return _fail(error, USAGE_ERROR)
+    except (OutOfMemory, PeerError, OSError, RuntimeError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader left; there is nobody to tell
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILURE
+        return _fail(error, FAILURE)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def size(text: str) -> int:
+    """Bytes from "256MiB", "1GiB", "1e9", "64kB" or a plain number.
+
+    Raises:
+      UsageError: for anything else, and for less than one byte.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?)\s*([kmgt]?i?b?)", text.strip().lower())
+    unit = SIZE_UNITS.get(found[2]) if found else None
+    if found is None or unit is None:
+        raise UsageError(f"a size is a number with B, kB, MB, GB, KiB, MiB or GiB, not {text!r}")
+    byte_count = int(Decimal(found[1]) * unit)
+    if byte_count < 1:
+        raise UsageError(f"a size is at least one byte, not {text!r}")
+    return byte_count
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("unimem", description="Hybrid language models in one arena of memory.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("generate", _generate, "continue prompts"),
+        ("plan", _plan, "show how a model's state lies in an arena"),
+        ("demo", _demo, "32 prompts at once, a table and a picture of the arena"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("--json", metavar="FILE", help="also write the results as JSON")
+        if name == "demo":
+            command.add_argument("--picture", metavar="FILE", default=DEMO_PICTURE)
+        else:
+            _add_model(command)
+        if name != "plan":
+            command.add_argument(
+                "--no-cache", action="store_true", help="keep no compiled programs"
+            )
+        if name == "generate":
+            _add_generate(command)
+    return parser
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", default="embedded", metavar="NAME|DIR")
+    command.add_argument("--arena", default="64MiB", metavar="SIZE", help="bytes for all state")
+    command.add_argument(
+        "--page", "--page-size", type=int, default=16, metavar="TOKENS", help="tokens per page"
+    )
+
+
+def _add_generate(command: argparse.ArgumentParser) -> None:
+    prompts = command.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    prompts.add_argument("--prompts", metavar="FILE", help="one prompt per line; - for stdin")
+    prompts.add_argument("--ids", action="append", metavar="1,2,3", help="may be repeated")
+    command.add_argument("--max-tokens", type=int, default=Sampling().max_tokens, metavar="N")
+    command.add_argument("--temperature", type=float, default=0.0)
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    command.add_argument("--rows", type=int, default=64, help="most requests at once")
+    command.add_argument("--chunk", type=int, default=64, help="prompt tokens per step")
+
+
+def _generate(options: argparse.Namespace) -> int:
+    sampling = Sampling(
+        options.max_tokens, options.temperature, options.top_k, options.top_p, options.min_p,
+        options.seed, tuple(options.stop),
+    )  # fmt: skip
+    prompts = _prompts(options)
+    arena_bytes = size(options.arena)
+    with _json_file(options) as write_json:
+        from unimem_jax.serving import joined
+
+        engine = _engine(options, arena_bytes)
+        counts = [len(engine.intake.encode(prompt)) for prompt in prompts]
+        pieces: list[list[Any]] = [[] for _ in prompts]
+        is_single = len(prompts) == 1 and options.ids is None
+        stream = engine.stream(prompts, sampling)
+        code = 0
+        try:
+            with _progress(len(prompts) * sampling.max_tokens, is_quiet=is_single) as advance:
+                for piece in stream:
+                    pieces[piece.index].append(piece)
+                    advance(len(piece.token_ids))
+                    if is_single:
+                        print(piece.text, end="", flush=True)
+        except KeyboardInterrupt:
+            stream.close()
+            code = INTERRUPTED
+        found = [joined(some, count) for some, count in zip(pieces, counts, strict=True)]
+        print("" if is_single else _listing(prompts, found))
+        write_json(
+            {
+                "model": options.model,
+                "arena_bytes": engine.plan.arena_bytes,
+                "statistics": asdict(engine.statistics()),
+                "completions": _completions(prompts, found),
+            }
+        )
+    return _fail("interrupted", code) if code else 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    arena_bytes = size(options.arena)
+    with _json_file(options) as write_json:
+        from unimem_jax.load import load
+        from unimem_jax.plan import plan
+        from unimem_jax.price import Prices
+
+        model, _, _ = load(options.model)
+        found = plan(model.parts(), arena_bytes, options.page)
+        print(found)
+        context = getattr(model, "context_tokens", None)
+        if context:
+            prices = Prices(found)
+            print(f"a request of {context:,} tokens holds {prices.itemise(prices.held(context))}")
+        write_json(found.to_json())
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if options.picture == DEMO_PICTURE:
+        Path(DEMO_PICTURE).parent.mkdir(exist_ok=True)
+    with _json_file(options) as write_json, replacing(options.picture) as picture:
+        _cache_programs(options)
+        from unimem_jax.demo import ARENA_BYTES, ROWS, demo_prompts, demonstrate
+        from unimem_jax.engine import Engine
+        from unimem_jax.load import load
+        from unimem_jax.picture import draw_arena
+
+        model, params, tokenizer = load()
+        engine = Engine(model, params, arena_bytes=ARENA_BYTES, rows=ROWS, tokenizer=tokenizer)
+        with _progress(len(engine.shapes()), unit="program") as advance:
+            engine.warm_up(advance)
+        with _progress(sum(sampling.max_tokens for _, sampling in demo_prompts())) as advance:
+            found = demonstrate(engine, advance)
+        shown = [found.prompts[at] for at in SHOWN_COMPLETIONS]
+        print(_listing(shown, [found.completions[at] for at in SHOWN_COMPLETIONS]))
+        print(f"\n{found.table()}")
+        draw_arena(engine.plan, found.moments, picture)
+        write_json(found.to_json())
+    print(f"{'picture of the arena':<26}  {options.picture}")
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> list[Any]:
+    if options.prompt is not None:
+        return options.prompt
+    if options.ids is not None:
+        return [_token_ids(text) for text in options.ids]
+    try:
+        is_piped = options.prompts == "-"
+        text = (
+            sys.stdin.buffer.read() if is_piped else Path(options.prompts).read_bytes()
+        ).decode()
+    except OSError as error:
+        raise UsageError(f"cannot read {options.prompts}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{options.prompts} is not UTF-8: byte {error.start} is {error.object[error.start]}"
+        ) from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise UsageError(f"{options.prompts} has no prompt: one line is one prompt")
+    return lines
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError as error:
+        raise UsageError(f"token ids are numbers such as 1,2,3; not {text!r:.60}") from error
+
+
+def _engine(options: argparse.Namespace, arena_bytes: int) -> Any:
+    _cache_programs(options)
+    from unimem_jax.engine import Engine
+    from unimem_jax.load import load
+    from unimem_jax.text import ByteText
+
+    model, params, tokenizer = load(options.model)
+    if tokenizer is None and options.ids is None:
+        tokenizer = ByteText(getattr(model, "start_token", None))
+        if getattr(model, "text", None) != "bytes":
+            print(
+                f"unimem: {options.model} has no tokenizer, so text goes in as bytes; "
+                "--ids gives token ids",
+                file=sys.stderr,
+            )
+    return Engine(
+        model, params, arena_bytes=arena_bytes, page_tokens=options.page, rows=options.rows,
+        chunk_tokens=options.chunk, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def _listing(prompts: Sequence[Any], found: Sequence[Any]) -> str:
+    """Prompts with what became of them; token ids where the prompt was token ids."""
+    blocks = []
+    for at, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
+        if isinstance(prompt, str):
+            body = f"{prompt}{one.text}"
+        else:
+            body = ",".join(map(str, one.token_ids))
+        counts = f"{one.prompt_tokens} + {len(one.token_ids)} tokens, {one.finish_reason}"
+        blocks.append(f"--- {at} of {len(found)}: {counts}\n{body}")
+    return "\n".join(blocks)
+
+
+def _completions(prompts: Sequence[Any], found: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, **asdict(one)} for prompt, one in zip(prompts, found, strict=True)]
+
+
+@contextmanager
+def _json_file(options: argparse.Namespace) -> Iterator[Callable[[Any], object]]:
+    """Opens the JSON file, if one is asked for, and gives a function that writes a value to it."""
+    if options.json is None:
+        yield lambda value: None
+        return
+    with replacing(options.json) as file:
+        yield lambda value: file.write(json.dumps(value, indent=1).encode() + b"\n")
+
+
+@contextmanager
+def _progress(
+    total: int, is_quiet: bool = False, unit: str = "token"
+) -> Iterator[Callable[[int], object]]:
+    """A bar on standard error, if that is a terminal and nothing else is written meanwhile."""
+    if is_quiet or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, leave=False, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _cache_programs(options: argparse.Namespace) -> None:
+    """Tells JAX to keep compiled programs in the user's cache folder, so that they start warm."""
+    if options.no_cache:
+        return
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        if sys.platform == "darwin":
+            caches = Path.home() / "Library" / "Caches"
+        else:
+            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(caches / "unimem-jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _fail(error: object, code: int) -> int:
+    """Says what went wrong in one line."""
+    sys.stdout.flush()
+    first = next(iter(str(error).splitlines()), "") or type(error).__name__
+    print(f"unimem: {first}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

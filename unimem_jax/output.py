@@ -1,0 +1,45 @@
+"""Files that programs write: refused early, written whole or not at all.
+
+O1  A path that cannot be written is refused when it is opened, before any work.
+O2  Until the work is done the path keeps what it had; afterwards it has all of the new content.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from unimem_jax.errors import UsageError
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` when the block ends without an exception.
+
+    What is not a regular file (a pipe, a terminal) is written as it is.
+
+    Raises:
+      UsageError: if nothing can be written there.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file() and not target.is_dir():
+        with _opened(target, path) as file:
+            yield file
+        return
+    if target.is_dir():
+        raise UsageError(f"cannot write {path}: it is a folder")
+    draft = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    try:
+        with _opened(draft, path) as file:
+            yield file
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _opened(place: Path, path: str | Path) -> BinaryIO:
+    try:
+        return open(place, "wb")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
