@@ -101,7 +101,7 @@ class Engine:
         self.intake = Intake(tokenizer, model.vocab_size, context, end_ids)
         self.plan = plan(model.parts(), arena_bytes, page_tokens)
         chunk_tokens = min(chunk_tokens, context)
-        self.limits = Limits(rows, rows + CHUNK_ROWS * chunk_tokens, chunk_tokens)
+        self.limits = Limits(rows, rows + CHUNK_ROWS * chunk_tokens, chunk_tokens, CHUNK_ROWS)
         self._layout = layout
         self.queue: Queue[Served] = Queue()
         self._served: dict[int, Served] = {}

@@ -1,0 +1,396 @@
+"""The engine beside full recomputation, under scarcity, interruption and bad input."""
+
+import logging
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from tests.engine.conftest import CHUNK, assert_empty
+from tests.engine.hybrid import WINDOW
+from unimem_jax.errors import UsageError
+from unimem_jax.price import add
+from unimem_jax.sampling import Sampling
+from unimem_jax.simulate import simulate
+
+TIE = 1e-4  # logits nearer than this may come in either order
+PROMPTS = ["", "a", "hello", "x" * CHUNK, "y" * (CHUNK + 1), "z" * 40, "ab" * 30, "é" * 9, "q"]
+PROMPTS = [prompt or [7] for prompt in PROMPTS]  # one of them as token ids
+GREEDY = Sampling(max_tokens=60)
+
+
+def ids_of(engine, prompt):
+    return engine.intake.encode(prompt)
+
+
+def assert_same_tokens(recomputed, prompt, first, second):
+    """Equal tokens up to the first one that is a tie."""
+    margins = recomputed.margins([*prompt, *first], len(prompt))
+    for at, (left, right) in enumerate(zip(first, second, strict=True)):
+        if left != right:
+            assert margins[at] < TIE
+            return
+
+
+@pytest.fixture(scope="module")
+def crowd(shared_tight):
+    """All prompts at once in the tight engine, checked after every step; and what it did."""
+    engine, before = shared_tight, shared_tight.statistics()
+    indices = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    pieces = {index: [] for index in indices}
+    while not engine.is_idle:
+        for piece in engine.step():
+            pieces[piece.index].append(piece)
+        engine.memory.check()
+        held = (0,) * len(engine.plan.sub_pools)
+        for served in engine.queue.running:
+            held = add(held, engine.memory.prices.held(served.computed))
+        assert engine.memory.metrics()["live"] == list(held)  # E1
+        assert all(served.request is None for served in engine.queue.waiting)
+    return [pieces[index] for index in indices], before, engine.statistics()
+
+
+def tokens_of(pieces):
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def test_greedy_tokens_are_those_of_full_recomputation(crowd, recomputed, roomy):
+    pieces, _, _ = crowd
+    for prompt, some in zip(PROMPTS, pieces, strict=True):
+        ids, tokens = ids_of(roomy, prompt), tokens_of(some)
+        assert len(tokens) == GREEDY.max_tokens > 4 * WINDOW
+        assert recomputed.margins([*ids, *tokens], len(ids)).min() > -TIE
+
+
+def test_an_arena_too_small_for_all_retracts_and_moves_and_loses_nothing(crowd):
+    pieces, before, after = crowd
+    assert after.retractions - before.retractions > 5
+    assert after.moved_units > before.moved_units
+    assert after.recomputed_tokens > 0
+    assert all(some[-1].finish_reason == "length" for some in pieces)
+
+
+def test_what_ran_is_what_the_simulator_says(crowd, tight):
+    _, before, after = crowd
+    assert before.steps == 0  # the fixture came first
+    lengths = [(len(ids_of(tight, prompt)), GREEDY.max_tokens) for prompt in PROMPTS]
+    found = simulate(lengths, tight.plan, tight.limits)
+    assert found.steps == after.steps
+    assert found.running_mean == after.running_mean
+    assert found.running_max == after.running_max
+    assert found.retractions == after.retractions
+    assert found.computed_tokens == after.computed_tokens
+    assert found.moved_bytes == after.moved_bytes
+    assert after.computed_tokens - after.recomputed_tokens == found.needed_tokens
+
+
+@pytest.mark.parametrize("at", [0, 2, 6])
+def test_a_prompt_alone_gives_what_it_gave_in_a_crowd(crowd, recomputed, roomy, at):
+    pieces, _, _ = crowd
+    (alone,) = roomy.generate([PROMPTS[at]], GREEDY)
+    prompt = ids_of(roomy, PROMPTS[at])
+    assert_same_tokens(recomputed, prompt, alone.token_ids, tokens_of(pieces[at]))
+
+
+def test_a_stream_gives_the_pieces_of_what_generate_gives(roomy):
+    prompts, options = ["hello", "you", "é"], Sampling(max_tokens=20, temperature=1, seed=3)
+    whole = roomy.generate(prompts, options)
+    texts, tokens, ends = [""] * 3, [[], [], []], [None] * 3
+    for piece in roomy.stream(prompts, options):
+        assert ends[piece.index] is None, "a piece came after the end"
+        texts[piece.index] += piece.text
+        tokens[piece.index] += piece.token_ids
+        ends[piece.index] = piece.finish_reason
+    assert texts == [one.text for one in whole]
+    assert tokens == [list(one.token_ids) for one in whole]
+    assert ends == [one.finish_reason for one in whole]
+    assert [one.prompt_tokens for one in whole] == [6, 4, 3]
+    assert whole[0].text == bytes(whole[0].token_ids).decode("utf-8", "replace")
+
+
+def test_a_stop_text_ends_a_text_before_it_even_inside_one_piece_of_several_tokens(roomy):
+    (free,) = roomy.generate("hello", GREEDY)
+    stop = free.text[10:13]
+    (cut,) = roomy.generate("hello", Sampling(max_tokens=60, stop=["never there", stop]))
+    assert cut.finish_reason == "stop"
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < 60
+    streamed = "".join(p.text for p in roomy.stream("hello", Sampling(max_tokens=60, stop=stop)))
+    assert streamed == cut.text
+
+
+def test_a_stop_id_ends_a_request_and_is_its_last_token(roomy):
+    (free,) = roomy.generate("hello", GREEDY)
+    stop_id = free.token_ids[12]
+    (cut,) = roomy.generate("hello", Sampling(max_tokens=60, stop_ids=[stop_id]))
+    first = free.token_ids.index(stop_id)
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == free.token_ids[: first + 1]
+    assert cut.text == bytes(free.token_ids[:first]).decode("utf-8", "replace")
+
+
+def test_the_last_token_may_both_stop_and_be_the_last(roomy):
+    (free,) = roomy.generate("hello", GREEDY)
+    first = free.token_ids.index(free.token_ids[12])
+    options = Sampling(max_tokens=first + 1, stop_ids=[free.token_ids[12]])
+    assert roomy.generate("hello", options)[0].finish_reason == "stop"
+
+
+def test_a_request_draws_by_its_own_seed_whoever_runs_beside_it(roomy, tight):
+    options = [Sampling(max_tokens=30, temperature=0.9, top_p=0.9, seed=s) for s in (1, 2, 1)]
+    alone = [roomy.generate(["hello"], one)[0].token_ids for one in options]
+    assert alone[0] == alone[2] != alone[1]
+    strangers = [Sampling(max_tokens=40, temperature=2.0, seed=9), Sampling(max_tokens=45)]
+    crowd = tight.generate(["hello", "stranger", "x" * 50] * 2,
+                           [options[0], *strangers, options[1], *strangers])  # fmt: skip
+    assert crowd[0].token_ids == alone[0]
+    assert crowd[3].token_ids == alone[1]
+
+
+def test_new_tokens_are_clipped_to_the_context(roomy):
+    context = roomy.intake.context_tokens
+    (found,) = roomy.generate([[5] * (context - 4)], Sampling(max_tokens=10**9))
+    assert len(found.token_ids) == 4
+    assert found.finish_reason == "length"
+
+
+def test_two_streams_and_a_submitted_request_take_turns(roomy, recomputed):
+    options = Sampling(max_tokens=12)
+    wanted = {text: roomy.generate(text, options)[0] for text in ("one", "two", "three")}
+    first, second = roomy.stream("one", options), roomy.stream("two", options)
+    index = roomy.submit("three", options)
+    found = {"one": [], "two": []}
+    for left, right in zip(first, second, strict=True):
+        found["one"] += left.token_ids
+        found["two"] += right.token_ids
+    third = []
+    while not roomy.is_idle:
+        third += roomy.step()
+    third += roomy.step()
+    assert {piece.index for piece in third} == {index}
+    found["three"] = tokens_of(third)
+    for text, tokens in found.items():
+        prompt = ids_of(roomy, text)
+        assert_same_tokens(recomputed, prompt, wanted[text].token_ids, tokens)
+
+
+def test_closing_a_stream_gives_up_its_requests_and_no_others(roomy):
+    index = roomy.submit("mine", Sampling(max_tokens=100))
+    stream = roomy.stream(["a", "b" * 50, "c", "d", "e"], Sampling(max_tokens=100))
+    assert {next(stream).index for _ in range(3)} <= {0, 1, 2}
+    stream.close()
+    assert [served.index for served in roomy.queue.running] == [index]
+    assert len(roomy.queue.waiting) == 0
+    roomy.memory.check()
+    roomy.abort(index)
+    assert_empty(roomy)
+    with pytest.raises(UsageError, match=f"no request {index}"):
+        roomy.abort(index)
+
+
+def test_a_stream_that_is_never_read_holds_nothing(roomy):
+    stream = roomy.stream(["a", "b"])
+    assert_empty(roomy)
+    del stream
+
+
+BAD_PROMPTS = [
+    ("", "at least one token"),
+    ([], "at least one token"),
+    ([1, 256], "from 0 to 255; seen 256"),
+    ([-1], "seen -1"),
+    ([10**30], "from 0 to 255"),
+    ([1.0], "whole numbers"),
+    ([True], "whole numbers"),
+    ([None], "whole numbers"),
+    (np.ones((1, 2), np.int32), "text or a sequence of token ids"),
+    (np.ones(2, np.float32), "text or a sequence of token ids"),
+    (b"bytes", "text or a sequence of token ids"),
+    (7, "text or a sequence of token ids"),
+    (None, "text or a sequence of token ids"),
+    ("\ud800", "not valid Unicode"),
+    ("x" * 159, r"160 tokens leaves no room for a new one in a context of 160"),
+    ("x" * 9999, "10000 tokens leaves no room"),
+]
+
+
+@pytest.mark.parametrize("prompt, message", BAD_PROMPTS, ids=[m for _, m in BAD_PROMPTS])
+def test_one_bad_prompt_is_named_and_none_is_run(roomy, prompt, message):
+    before = roomy.statistics()
+    for call in (roomy.generate, roomy.stream):
+        with pytest.raises(UsageError, match=message) as error:
+            call(["good", prompt, "good"])
+        assert str(error.value).startswith("prompt 1: ")
+        assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match=message):
+        roomy.submit(prompt)
+    assert roomy.statistics() == before
+    assert_empty(roomy)
+
+
+BAD_CALLS = [
+    (7, None, "prompts are a list"),
+    ([[1]], [Sampling()] * 2, "2 samplings do not match 1 prompts"),
+    ([[1]], {"max_tokens": 3}, "sampling is one Sampling"),
+    ([[1]], [3], "sampling is one Sampling"),
+    ([[1]], Sampling(stop_ids=[256]), "stop ids go from 0 to 255; seen 256"),
+]
+
+
+@pytest.mark.parametrize("prompts, sampling, message", BAD_CALLS, ids=[m for *_, m in BAD_CALLS])
+def test_a_wrong_call_is_refused_and_the_engine_serves_on(roomy, prompts, sampling, message):
+    wanted = roomy.generate("ok", Sampling(max_tokens=3))
+    with pytest.raises(UsageError, match=message):
+        roomy.generate(prompts, sampling)
+    assert roomy.generate("ok", Sampling(max_tokens=3)) == wanted
+
+
+def test_no_prompts_give_no_completions(roomy):
+    assert roomy.generate([]) == []
+
+
+def test_a_request_that_an_empty_arena_cannot_hold_is_refused_with_what_would_fit(hybrid, tight):
+    from unimem_jax.engine import Engine
+
+    small = Engine(*hybrid, arena_bytes=48 << 10, page_tokens=4, rows=2, chunk_tokens=CHUNK)
+    with pytest.raises(
+        UsageError, match=r"10 prompt and 150 new tokens .*pages of context"
+    ) as seen:
+        small.submit([1] * 10, Sampling(max_tokens=1000))
+    most = int(str(seen.value).split("at most ")[1].split()[0])
+    assert 1 < most < 150
+    small.submit([1] * 10, Sampling(max_tokens=most))
+    with pytest.raises(UsageError, match="can never fit"):
+        small.submit([1] * 10, Sampling(max_tokens=most + 1))
+    with pytest.raises(UsageError, match="the prompt alone does not fit"):
+        small.submit([1] * 150, Sampling(max_tokens=1))
+    assert len(small.queue) == 1
+
+
+def test_without_a_tokenizer_ids_go_in_and_out(hybrid, roomy):
+    from dataclasses import replace
+
+    intake, roomy.intake = roomy.intake, replace(roomy.intake, tokenizer=None)
+    try:
+        (found,) = roomy.generate([[0, 104, 105]], Sampling(max_tokens=5))
+        with pytest.raises(UsageError, match="a text needs a tokenizer"):
+            roomy.generate("hi")
+        with pytest.raises(UsageError, match="stop texts need a tokenizer"):
+            roomy.generate([[1]], Sampling(stop="x"))
+    finally:
+        roomy.intake = intake
+    assert found.text is None
+    assert found.token_ids == roomy.generate("hi", Sampling(max_tokens=5))[0].token_ids
+
+
+def test_sizes_that_make_no_engine_are_refused(hybrid):
+    from unimem_jax.engine import Engine
+
+    for name, value in [
+        ("rows", 0), ("rows", True), ("chunk_tokens", -1), ("context_tokens", 0),
+        ("page_tokens", 0), ("arena_bytes", 0), ("arena_bytes", 2.5),
+    ]:  # fmt: skip
+        with pytest.raises(UsageError, match=name):
+            Engine(*hybrid, **({"arena_bytes": 1 << 20} | {name: value}))
+    with pytest.raises(UsageError, match="made for 160 tokens, not for 161"):
+        Engine(*hybrid, arena_bytes=1 << 20, context_tokens=161)
+    with pytest.raises(UsageError, match="too small: one slot of request 4 KiB"):
+        Engine(*hybrid, arena_bytes=1 << 10)
+
+
+def test_nothing_compiles_after_the_warm_up(roomy, tight, caplog):
+    lengths = [1, 2, CHUNK, CHUNK + 1, 60, 100, 140]
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for engine in (roomy, tight):
+            engine.generate([[3] * n for n in lengths], Sampling(max_tokens=20))
+            engine.generate("x", Sampling(max_tokens=9, temperature=1.5, top_k=3, min_p=0.1))
+        assert not [r for r in caplog.records if "ompil" in r.getMessage()]
+        jax.jit(lambda x: x + 1)(np.zeros(3, np.float32)).block_until_ready()
+    assert [r for r in caplog.records if "ompil" in r.getMessage()], "compilations are not seen"
+
+
+def test_a_warm_up_amid_serving_changes_nothing(roomy):
+    index = roomy.submit("hello", Sampling(max_tokens=20))
+    roomy.step()
+    before = [np.array(leaf) for leaf in jax.tree.leaves(roomy._device)]
+    told = []
+    roomy.warm_up(told.append)
+    after = [np.array(leaf) for leaf in jax.tree.leaves(roomy._device)]
+    for left, right in zip(before, after, strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert told == [1] * len(roomy.shapes())
+    roomy.abort(index)
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step(roomy, monkeypatch):
+    wanted = roomy.generate("hello", Sampling(max_tokens=10))[0]
+    index = roomy.submit("hello", Sampling(max_tokens=10))
+    steps = roomy.statistics().steps
+    dispatch = roomy._dispatch
+
+    def interrupted(packets):
+        signal.raise_signal(signal.SIGINT)
+        return dispatch(packets)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy, "_dispatch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            roomy.step()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert roomy.statistics().steps == steps + 1
+    assert [served.computed for served in roomy.queue.running] == [6]  # not restarted
+    pieces = []
+    while not roomy.is_idle:
+        pieces += roomy.step()
+    assert {piece.index for piece in pieces} == {index}
+    assert tokens_of(pieces) == list(wanted.token_ids)
+
+
+def test_an_interrupted_generate_leaves_the_engine_empty(roomy, monkeypatch):
+    dispatch, calls = roomy._dispatch, []
+
+    def interrupted(packets):
+        calls.append(1)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return dispatch(packets)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy, "_dispatch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            roomy.generate(["hello", "x" * 60, "y"] * 3, Sampling(max_tokens=50))
+    assert_empty(roomy)
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_failed_step_loses_the_arena_and_no_request(roomy, monkeypatch, failing):
+    wanted = roomy.generate(["hello", "y" * 40], Sampling(max_tokens=10, temperature=1, seed=4))
+    for prompt in ("hello", "y" * 40):
+        roomy.submit(prompt, Sampling(max_tokens=10, temperature=1, seed=4))
+    run, calls = roomy._run, []
+
+    def failing_run(leaves, device, packet):
+        calls.append(1)
+        if len(calls) == failing:
+            raise RuntimeError("the device is gone")
+        return run(leaves, device, packet)
+
+    pieces = []
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy, "_run", failing_run)
+        try:
+            while len(calls) < 99:
+                pieces += roomy.step()
+        except RuntimeError as error:
+            assert str(error) == "the device is gone"
+    assert len(calls) == failing
+    assert len(roomy.queue.waiting) == 2
+    roomy.memory.check()
+    while not roomy.is_idle:
+        pieces += roomy.step()
+    first = min(piece.index for piece in pieces)
+    for at, completion in enumerate(wanted):
+        own = [piece for piece in pieces if piece.index == first + at]
+        assert tokens_of(own) == list(completion.token_ids)
