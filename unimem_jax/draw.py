@@ -46,15 +46,15 @@ def _draw_row(logits: Array, options: Array, position: Array) -> Array:
     top_k, seed = options[3], options[4]
     scaled = logits / jnp.maximum(temperature, GREEDY_TEMPERATURE)
     order = jnp.argsort(scaled, descending=True, stable=True)
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    ordered = scaled[order]
+    rank = jnp.arange(order.shape[0], dtype=jnp.int32)
     in_top_k = (top_k <= 0) | (rank < top_k)
-    chance = jax.nn.softmax(jnp.where(in_top_k, scaled, -jnp.inf))
-    # A token is in the nucleus if those more likely than it do not reach top_p by themselves.
-    ordered = chance[order]
-    before = (jnp.cumsum(ordered) - ordered)[rank]
+    chance = jax.nn.softmax(jnp.where(in_top_k, ordered, -jnp.inf))
+    # A token is in the nucleus if those more likely than it do not reach top_p by themselves;
     # top_p = 1 keeps everything, whatever rounding does to the sum.
+    before = jnp.cumsum(chance) - chance
     in_nucleus = (before < top_p) | (top_p >= 1) | (rank == 0)
-    kept = in_top_k & in_nucleus & (chance >= min_p * jnp.max(chance))
+    kept = in_top_k & in_nucleus & (chance >= min_p * chance[0])
     key = jax.random.fold_in(jax.random.key(seed), position)
-    noise = jax.random.gumbel(key, logits.shape, jnp.float32)
-    return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf)).astype(jnp.int32)
+    noise = jax.random.gumbel(key, logits.shape, jnp.float32)[order]
+    return order[jnp.argmax(jnp.where(kept, ordered + noise, -jnp.inf))].astype(jnp.int32)
