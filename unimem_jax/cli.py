@@ -64,7 +64,8 @@ def size(text: str) -> int:
     Raises:
       UsageError: for anything else, and for less than one byte.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d{1,2})?)\s*([kmgt]?i?b?)", text.strip().lower())
+    number, units = r"([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]{1,2})?)", r"([kmgt]?i?b?)"
+    found = re.fullmatch(rf"{number}\s*{units}", text.strip().lower())
     unit = SIZE_UNITS.get(found[2]) if found else None
     if found is None or unit is None:
         raise UsageError(f"a size is a number with B, kB, MB, GB, KiB, MiB or GiB, not {text!r}")
@@ -289,7 +290,7 @@ def _progress(
     if is_quiet or not sys.stderr.isatty():
         yield lambda count: None
         return
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     with tqdm(total=total, unit=unit, leave=False, file=sys.stderr) as bar:
         yield bar.update

@@ -84,6 +84,10 @@ class Engine:
         than the model's.
     """
 
+    memory: Memory
+    _device: Any
+    _retired: int  # last ticket known to have finished on the device
+
     def __init__(
         self, model: Model, params: Any, *, arena_bytes: int, page_tokens: int = 16,
         rows: int = 64, chunk_tokens: int = 64, context_tokens: int | None = None,
@@ -116,7 +120,7 @@ class Engine:
         self._leaves = jax.device_put(leaves)
         run = step(model, self.plan)
         self._run = jax.jit(
-            lambda leaves, device, packet: run(structure.unflatten(leaves), device, packet),
+            lambda flat, device, packet: run(jax.tree.unflatten(structure, flat), device, packet),
             donate_argnums=1,
         )
         self._start_memory()
@@ -284,7 +288,7 @@ class Engine:
         self._running.append(len(self.queue.running))
         self._retractions += len(decided.retracted)
         self._computed += sum(count for _, count in decided.work)
-        sampled = {}
+        sampled: dict[int, int] = {}
         for batch, out in outs:
             tokens = np.asarray(out.sampled).tolist()  # waits for the device
             sampled |= {id(item): token for (item, _), token in zip(batch, tokens, strict=False)}
@@ -335,7 +339,7 @@ class Engine:
 
     def _start_memory(self) -> None:
         """Makes empty memory and fresh device state."""
-        self._device: Any = None  # the old arena goes before a new one comes
+        self._device = None  # the old arena goes before a new one comes
         self._retired = 0
         self.memory = Memory(
             self.plan, self.limits.rows, self.intake.context_tokens,

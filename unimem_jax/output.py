@@ -5,6 +5,7 @@ O2  Until the work is done the path keeps what it had; afterwards it has all of 
 """
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,15 +24,22 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
       UsageError: if nothing can be written there.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file() and not target.is_dir():
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"cannot write {path}: it is a folder")
+    if not stat.S_ISREG(mode):
         with _opened(target, path) as file:
             yield file
         return
-    if target.is_dir():
-        raise UsageError(f"cannot write {path}: it is a folder")
     draft = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    file = _opened(draft, path)
     try:
-        with _opened(draft, path) as file:
+        with file:
             yield file
         os.replace(draft, target)
     finally:

@@ -27,8 +27,9 @@ def test_an_interrupt_keeps_the_text_so_far(environment, tmp_path):
     file = tmp_path / "found.json"
     command = [*COMMAND, *ENDLESS, "--prompt", "hello", "--json", str(file), "--no-cache"]
     with subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        bufsize=0,
+    ) as process:  # fmt: skip
         first = process.stdout.read(4)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
