@@ -165,7 +165,7 @@ class Memory:
             growth = self.prices.growth(request.length, request.length + count, fused)
             demand = add(demand, growth)
             if request.peak is not None:
-                covered = add(covered, map(min, growth, self._uncovered(request)))
+                covered = add(covered, tuple(map(min, growth, self._uncovered(request))))
         if not growing:
             return
         uncovered = tuple(need - has for need, has in zip(demand, covered, strict=True))

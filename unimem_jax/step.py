@@ -189,7 +189,7 @@ class _Program:
             store=self.store,
             arena=device.arena,
             positions=position[:, None] + step_index,
-            valid=step_index < count[:, None],
+            valid=count[:, None] > step_index,
             start=field["start"] > 0,
             pages=pages,
             first_page=first_page,
