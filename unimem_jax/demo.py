@@ -16,8 +16,8 @@ from unimem_jax.sampling import Sampling
 from unimem_jax.serving import Completion, Piece, joined
 from unimem_jax.simulate import Simulated, best_split, default_split, simulate
 
-ARENA_BYTES = 4 << 20
-ROWS = 32
+ARENA_BYTES = 3 << 20
+ROWS = 16
 TEXT = """
 In the beginning God created the heaven and the earth. And the earth was without form, and void; and
 darkness was upon the face of the deep. And the Spirit of God moved upon the face of the waters. And

@@ -5,8 +5,10 @@ known. It also runs them in memory that is split between the kinds of state, for
 of fixed size, as engines have that keep one pool per kind. It models no time: a step is a step.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -20,10 +22,8 @@ from unimem_jax.schedule import Generation, Limits, Queue, batches, room, schedu
 
 STATE_PER_TOKEN_BYTES = 0.9  # default ratios of SGLang 0.5: state bytes per byte of token state
 WINDOW_PER_CONTEXT = 0.8  # and window tokens per token of whole context
-COARSE_SPLITS = 6  # request counts that a search tries before it looks closer
-USUAL_FILL = 0.8  # share of those requests whose windows are full at once, tried first
-FINE_FILLS = (1.0, 0.9, 0.7, 0.6, 0.5)
-FINE_COUNTS = 2
+COARSE_COUNTS = 5  # where the search for the best split begins
+COARSE_TENTHS = (5, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +134,25 @@ def best_split(
 ) -> tuple[Split, Simulated, int]:
     """The split of a plan's bytes under which most of these requests run at once.
 
-    A split is named by how many requests its state is made for, and by the share of those whose
-    windows are full at once; whole context gets the rest. The count is searched first, coarsely and
-    then around the best, then the share at the best counts.
+    A split is named by how many requests its state is made for, and by how many tenths of those
+    have full windows at once; whole context gets the rest. From the best of a coarse grid the
+    search goes to better neighbours until there is none.
 
     Returns:
       The split, what it did, and how many splits were tried.
     Raises:
       UsageError: no split that was tried holds every request.
-    Cost: one simulation per split, about 25 of them.
+    Cost: one simulation per split, 20 to 40 of them.
     """
     found: dict[Split, Simulated] = {}
     windows = Prices(plan).peak(max(map(sum, lengths)) - 1, limits.chunk_tokens)
     most = min(limits.rows, len(lengths))
 
-    def attempt(count: int, fill: float) -> float:
-        split = _made_for(plan, windows, count, fill)
+    @cache
+    def score(count: int, tenths: int) -> float:
+        split = None
+        if 0 < count <= most and 0 < tenths <= 10:
+            split = _made_for(plan, windows, count, tenths / 10)
         if split is None:
             return 0.0
         if split not in found:
@@ -159,19 +162,18 @@ def best_split(
                 return 0.0
         return found[split].running_mean
 
-    coarse = np.unique(np.geomspace(1, most, COARSE_SPLITS).round().astype(int)).tolist()
-    scores = {count: attempt(count, USUAL_FILL) for count in coarse}
-    at = max(range(len(coarse)), key=lambda rank: scores[coarse[rank]])
-    low, high = coarse[max(at - 1, 0)], coarse[min(at + 1, len(coarse) - 1)]
-    for count in np.unique(np.linspace(low, high, COARSE_SPLITS).round().astype(int)).tolist():
-        scores[count] = attempt(count, USUAL_FILL)
-    for count in sorted(scores, key=scores.__getitem__)[-FINE_COUNTS:]:
-        for fill in FINE_FILLS:
-            attempt(count, fill)
+    counts = np.unique(np.geomspace(1, most, COARSE_COUNTS).round().astype(int)).tolist()
+    start = max(itertools.product(counts, COARSE_TENTHS), key=lambda named: score(*named))
+    best: tuple[int, int] | None = None
+    while best != start:
+        best = start
+        near = itertools.product((-1, 0, 1), (-1, 0, 1))
+        around = [best, *((best[0] + count, best[1] + tenths) for count, tenths in near)]
+        start = max(around, key=lambda named: score(*named))
     if not found:
         raise UsageError(f"no split of {plan.arena_bytes:,} bytes holds each of the requests")
-    best = max(found, key=lambda split: (found[split].running_mean, -found[split].steps))
-    return best, found[best], len(found)
+    split = max(found, key=lambda split: (found[split].running_mean, -found[split].steps))
+    return split, found[split], len(found)
 
 
 def _work(replayed: _Replayed, count: int) -> Work:
