@@ -30,7 +30,10 @@ class Hybrid:
     def init(self, seed=0):
         """Random parameters, large enough that the most likely token stands out."""
         rng = np.random.default_rng(seed)
-        normal = lambda *shape: rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32)  # noqa: E731
+
+        def normal(*shape):
+            return rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32)
+
         attention = {name: normal(WIDTH, WIDTH) * 2 for name in ("query", "key", "value", "out")}
         return {
             "embedding": rng.normal(0, 1, (self.vocab_size, WIDTH)).astype(np.float32),

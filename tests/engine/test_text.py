@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unimem_jax.errors import UsageError
@@ -68,6 +68,8 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3)
 
 
 @given(cut(SMALL), STOPS)
+@example(("abab", ["abab"]), ["bab", "a"])  # one stop begins first, another is complete first
+@example(("baab", ["ba", "ab"]), ["baab", "aa"])
 def test_a_text_ends_before_the_first_stop_however_it_is_cut(parted, stops):
     whole, parts = parted
     wanted, is_found = cut_by_twin(whole, stops)
