@@ -9,7 +9,7 @@ E1  After every call the memory holds what running generations have computed, an
 E2  A generation that is retracted or restarted goes on with the same tokens: it computes what it
     knows again, and randomness comes from (seed, position) alone.
 E3  Whatever is wrong with a prompt or its options is found before anything runs.
-E4  SIGINT is delivered between steps, never inside one.
+E4  SIGINT is delivered between changes, never inside one.
 """
 
 import signal
@@ -112,7 +112,7 @@ class Engine:
         self._streamed: set[int] = set()  # indices that `stream` and `generate` read
         self._unread: list[Piece] = []
         self._next_index = 0
-        self._running: list[int] = []
+        self._steps = self._running_sum = self._running_max = 0
         self._retractions = self._computed = self._recomputed = self._generated = 0
         self._seconds = 0.0
         # Modules and nested dictionaries stay outside; only a flat list crosses at every step.
@@ -162,7 +162,8 @@ class Engine:
     def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> int:
         """Puts one request at the end of the line; `step` runs it. Returns its index."""
         (served,) = self.intake.check_all([prompt], sampling, self.memory)
-        return self._submit(served)
+        with interrupts_held():
+            return self._submit(served)
 
     def abort(self, index: int) -> None:
         """Gives up a request and frees its memory.
@@ -172,9 +173,8 @@ class Engine:
         """
         if index not in self._served:
             raise UsageError(f"no request {index} runs or waits")
-        served = self._served.pop(index)
-        self.queue.leave(served)
-        self._release(served)
+        with interrupts_held():
+            self._leave(index)
 
     def step(self) -> list[Piece]:
         """Runs one step. Returns what was added to requests of `submit`, in order of admission.
@@ -216,11 +216,11 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Sums over all steps so far."""
-        metrics, running = self.memory.metrics(), self._running
+        metrics = self.memory.metrics()
         return Statistics(
-            steps=len(running),
-            running_mean=sum(running) / max(1, len(running)),
-            running_max=max(running, default=0),
+            steps=self._steps,
+            running_mean=self._running_sum / max(1, self._steps),
+            running_max=self._running_max,
             retractions=self._retractions,
             generated_tokens=self._generated,
             computed_tokens=self._computed,
@@ -233,9 +233,11 @@ class Engine:
 
     def _stream(self, served: list[Served]) -> Iterator[Piece]:
         """Runs requests that were checked; pieces bear their place in `served`."""
-        place = {self._submit(one): at for at, one in enumerate(served)}
-        self._streamed |= place.keys()
+        place: dict[int, int] = {}
         try:
+            with interrupts_held():
+                place |= {self._submit(one): at for at, one in enumerate(served)}
+                self._streamed |= place.keys()
             while True:
                 pieces = self._read(place.__contains__)
                 if not pieces:
@@ -245,10 +247,11 @@ class Engine:
                 for piece in pieces:
                     yield replace(piece, index=place[piece.index])
         finally:
-            for index in self._served.keys() & place.keys():
-                self.abort(index)
-            self._read(place.__contains__)
-            self._streamed -= place.keys()
+            with interrupts_held():
+                for index in self._served.keys() & place.keys():
+                    self._leave(index)
+                self._read(place.__contains__)
+                self._streamed -= place.keys()
 
     def _advance(self) -> None:
         """One step; what it added is kept for whoever runs the request."""
@@ -285,7 +288,9 @@ class Engine:
             served.request = memory.open(served.words)
         outs = [(batch, self._run_batch(batch)) for batch in batches(decided.work, self.limits)]
         self.queue.apply(decided)
-        self._running.append(len(self.queue.running))
+        self._steps += 1
+        self._running_sum += len(self.queue.running)
+        self._running_max = max(self._running_max, len(self.queue.running))
         self._retractions += len(decided.retracted)
         self._computed += sum(count for _, count in decided.work)
         sampled: dict[int, int] = {}
@@ -322,8 +327,13 @@ class Engine:
         piece = served.accept(token)
         self._generated += 1
         if piece.finish_reason is not None:
-            self.abort(served.index)
+            self._leave(served.index)
         return piece
+
+    def _leave(self, index: int) -> None:
+        served = self._served.pop(index)
+        self.queue.leave(served)
+        self._release(served)
 
     def _release(self, served: Served) -> None:
         if served.request is not None:

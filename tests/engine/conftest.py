@@ -1,5 +1,9 @@
 """Two engines on one tiny hybrid, shared by the tests: compiling is what costs."""
 
+import logging
+from contextlib import contextmanager
+
+import jax
 import pytest
 
 from tests.engine.hybrid import Hybrid, Recomputed
@@ -45,6 +49,20 @@ def assert_empty(engine):
     metrics = engine.memory.metrics()
     assert metrics["rows"] == 0
     assert not any(metrics["live"] + metrics["committed"] + metrics["pending"])
+
+
+@contextmanager
+def compilations():
+    """Gives a list of what JAX says of compilations while the block runs."""
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logging.getLogger("jax").addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield seen
+    finally:
+        logging.getLogger("jax").removeHandler(handler)
 
 
 @pytest.fixture
