@@ -23,11 +23,11 @@ import numpy as np
 
 from unimem_jax.allocator import UNIFIED, Allocator, Split
 from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, require_positive
-from unimem_jax.packet import Packet, int32, step_shape
+from unimem_jax.packet import OPTION_WORDS, Packet, int32, step_shape
 from unimem_jax.page_tables import tables_of
 from unimem_jax.pending import Pending
 from unimem_jax.plan import Plan
-from unimem_jax.price import Demand, Prices, add
+from unimem_jax.price import Demand, Prices, add, less
 from unimem_jax.requests import Request, Work
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class Memory:
                 f"a request of {limit} tokens exceeds the context of {self.context_tokens}"
             )
         words = int32(list(options), "sampling words")
+        if words.shape != (OPTION_WORDS,):
+            raise UsageError(f"sampling takes {OPTION_WORDS} words, not {len(options)}")
         if not self._free_rows:
             raise OutOfMemory(f"all {self.rows} request rows are in use")
         request = Request(self._free_rows.pop(), limit or self.context_tokens, words)
@@ -149,15 +151,16 @@ class Memory:
           fused: whether the tokens are written one step after another and not as one chunk.
         Raises:
           OutOfMemory: if they do not fit together, or a pin blocks the moves.
-          UsageError: a request that is not open, or that would exceed its limit.
+          UsageError: a request twice, one that is not open here, or that would exceed its limit.
         """
+        if len({request.row for request, _ in growths}) < len(growths):
+            raise UsageError("a request takes part in a step once")
         demand = covered = (0,) * len(self.plan.sub_pools)
         growing = []
         for request, count in growths:
-            if not request.is_open or count < 0 or request.length + count > request.limit:
-                state = (
-                    f"of {request.limit} tokens at most" if request.is_open else "that was freed"
-                )
+            is_ours = self._requests.get(request.row) is request
+            if not is_ours or count < 0 or request.length + count > request.limit:
+                state = f"of {request.limit} tokens at most" if is_ours else "that was freed"
                 raise UsageError(f"a request {state} cannot grow from {request.length} by {count}")
             if 0 < request.length + count <= len(request.ids) * self.plan.page_tokens:
                 continue  # within pages that it holds already
@@ -168,7 +171,7 @@ class Memory:
                 covered = add(covered, tuple(map(min, growth, self._uncovered(request))))
         if not growing:
             return
-        uncovered = tuple(need - has for need, has in zip(demand, covered, strict=True))
+        uncovered = less(demand, covered)
         self.allocator.commit(uncovered)
         try:
             self.allocator.make_room(demand)
@@ -206,8 +209,6 @@ class Memory:
         past = max((item.request.length for item in work), default=0)
         pages = self.bucket_pages(past) if pages is None else pages
         ids = [item.token_ids() for item in work]
-        if len({item.request.row for item in work}) < len(work):
-            raise UsageError("a request takes part in a step once")
         if len(work) > rows or any(item.count > tokens for item in work):
             raise UsageError(f"the work does not fit a packet of {rows} rows of {tokens} tokens")
         if past > pages * self.plan.page_tokens:
@@ -389,11 +390,11 @@ class Memory:
             if last <= held:
                 continue
             ids = request.mapped(pool.index, held, last)
+            covered = self._uncovered(request) if request.peak is not None else ()
             self.allocator.drop(ids, pool.index)
             request.first[pool.index] = last
             request.gaps.pop(pool.index, None)
             if request.peak is not None:
-                again = [0] * len(self.plan.sub_pools)
-                again[pool.index] = len(ids)
-                self.allocator.commit(again)
+                # Less than what was dropped if a chunk had grown past the peak.
+                self.allocator.commit(less(self._uncovered(request), covered))
         request.settle_at = nearest

@@ -72,7 +72,8 @@ class Pending:
             words["options"][at] = request.options
             words["tokens"][at, : len(tokens)] = tokens
         if shape.slots:
-            words["slot"][:count] = [request.slots for request in requests]
+            none = [0] * shape.slots  # of a request without a token, which addresses nothing
+            words["slot"][:count] = [request.slots or none for request in requests]
         return packet
 
     def _blank(self, shape: Shape) -> tuple[Packet, dict[str, np.ndarray]]:

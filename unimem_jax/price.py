@@ -118,3 +118,8 @@ class Prices:
 def add(first: Sequence[int], second: Sequence[int]) -> Demand:
     """The sum of two demands."""
     return tuple(a + b for a, b in zip(first, second, strict=True))
+
+
+def less(first: Sequence[int], second: Sequence[int]) -> Demand:
+    """What of the first demand the second leaves."""
+    return tuple(a - b for a, b in zip(first, second, strict=True))

@@ -198,10 +198,19 @@ class _Program:
         return views, table
 
     def entry_rows(self, pool: SubPool, views: Views, table: "_RowTable") -> Array:
-        """int32[R, T]: the row of `pool`'s view that each new token writes, if any, else T3."""
+        """int32[R, T]: the row of `pool`'s view that each new token writes, if any, else T3.
+
+        A page that the end of the chunk makes invisible was not granted: where no other sub-pool
+        holds it either, its table cell is stale and leads to a page of somebody else.
+        """
         page_tokens = self.store.plan.page_tokens
-        addresses = table.addresses(pool, views.positions // page_tokens)
-        present = jnp.where(views.valid, addresses, pool.unit_count)
+        page = views.positions // page_tokens
+        kept = views.valid
+        if pool.lifetime.tokens:
+            end = views.positions[:, 0] + views.valid.sum(axis=1, dtype=jnp.int32)
+            first = jnp.maximum(end + 1 - pool.lifetime.tokens, 0) // page_tokens
+            kept = kept & (page >= first[:, None])
+        present = jnp.where(kept, table.addresses(pool, page), pool.unit_count)
         return self.store.entry_rows(pool, present, views.positions % page_tokens)
 
 
