@@ -1,0 +1,111 @@
+"""Rotary positions as a hub configuration describes them: plain, or stretched by YaRN.
+
+This reads the description and turns queries and keys. It does not rescale attention scores: YaRN's
+factor multiplies cosine and sine, and so reaches the scores through both queries and keys.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from unimem_jax.errors import UsageError
+
+KNOWN = {
+    "default": {"rope_type", "type", "rope_theta"},
+    "yarn": {
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+        "beta_fast", "beta_slow", "truncate", "attention_factor",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How fast each pair of channels turns.
+
+    Attributes:
+      frequencies: radians per token; channel i of a head is paired with channel i + half.
+      scale: factor of cosine and sine.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+
+    def table(
+        self, positions: Int32[Array, "requests tokens"]
+    ) -> tuple[Float[Array, "requests tokens 1 half"], Float[Array, "requests tokens 1 half"]]:
+        """Scaled cosine and sine, float32, of every position; one table serves all layers."""
+        frequency = jnp.asarray(self.frequencies, jnp.float32)
+        angle = positions.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None, :]
+        return jnp.cos(angle) * self.scale, jnp.sin(angle) * self.scale
+
+
+def turn(
+    x: Float[Array, "requests tokens heads head"], table: tuple[Array, Array]
+) -> Float[Array, "requests tokens heads head"]:
+    """Rotates queries or keys, in float32, by a table of `Rotary`; the dtype of `x` comes back.
+
+    Source: Su et al. 2021, arXiv:2104.09864, with the halves of a head paired.
+    """
+    cosine, sine = table
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [low * cosine - high * sine, high * cosine + low * sine]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
+    """Rotary positions over a whole head of `head` channels.
+
+    Args:
+      settings: the object that a configuration calls `field`: "rope_type" ("default" or "yarn"),
+        "rope_theta" and, for YaRN, "factor", "original_max_position_embeddings", "beta_fast",
+        "beta_slow", "truncate" and "attention_factor", with the defaults of Transformers.
+    Raises:
+      UsageError: another type, a setting that this does not know or that is missing, or a value
+        that makes no sense; names it.
+    Source: YaRN, Peng et al. 2023, arXiv:2309.00071, section 3; the ramp is rounded outwards to
+      whole channels unless "truncate" is false.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str) or kind not in KNOWN:
+        raise UsageError(f"{field}.rope_type is {kind!r}; supported are {', '.join(KNOWN)}")
+    if unknown := sorted(given.keys() - KNOWN[kind]):
+        raise UsageError(f"{field}.{unknown[0]} is a setting that {kind!r} positions do not have")
+    theta = _number(given, "rope_theta", field)
+    plain = theta ** -(np.arange(0, head, 2) / head)
+    if kind == "default":
+        return Rotary(tuple(plain.tolist()))
+
+    factor = _number(given, "factor", field)
+    trained = _number(given, "original_max_position_embeddings", field)
+    betas = [_number(given, name, field, default) for name, default in _BETAS.items()]
+    # The channel that turns `beta` times within the context of training.
+    first, last = (
+        head * math.log(trained / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in betas
+    )
+    if given.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head - 1)
+    last = last + 0.001 if first == last else last  # a ramp, however steep
+    stretched = np.clip((np.arange(head // 2) - first) / (last - first), 0, 1)
+    frequencies = plain * (1 - stretched) + plain / factor * stretched
+    natural = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    scale = _number(given, "attention_factor", field, natural)
+    return Rotary(tuple(frequencies.tolist()), scale)
+
+
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def _number(given: Mapping[str, Any], name: str, field: str, default: float | None = None) -> float:
+    value = given.get(name, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UsageError(f"{field}.{name} is a positive number, not {value!r}")
+    return float(value)
