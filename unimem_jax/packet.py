@@ -126,12 +126,12 @@ def int32(values: object, what: str) -> np.ndarray:
     """
     try:
         found = np.asarray(values)
-    except OverflowError as error:
-        raise UsageError(f"{what}: a value does not fit int32") from error
+    except ValueError as error:  # rows of different lengths
+        raise UsageError(f"{what} are whole numbers that fit int32, not {values!r}") from error
     if found.size == 0:
         return np.zeros(found.shape, np.int32)
     if found.dtype.kind not in "iu":
-        raise UsageError(f"{what} are whole numbers, not {found.dtype}")
+        raise UsageError(f"{what} are whole numbers that fit int32, not {found.dtype}")
     limits = np.iinfo(np.int32)
     if found.min() < limits.min or found.max() > limits.max:
         raise UsageError(f"{what}: {found.min()} .. {found.max()} does not fit int32")

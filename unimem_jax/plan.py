@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from unimem_jax.bands import Geometry
+from unimem_jax.bands import Geometry, fits
 from unimem_jax.errors import UsageError, require_positive
 from unimem_jax.spec import Lifetime, Part, PartKey
 
@@ -32,7 +32,7 @@ GRANULE_WORDS = 32
 SLOT_ROW_BYTES = 512  # slots are read as rows of 128 words
 SLOT_BYTES = 4096  # slots are multiples of this
 SMALL_PART_BYTES = 16  # alignment of parts under a granule
-MAX_GRANULES = 2**31  # device row numbers are int32
+MAX_GRANULES = 2**31  # device row numbers are int32, and so is the one past the last
 MAX_PAD_GRANULES = 8  # per entry, when widths have an awkward common multiple
 
 
@@ -204,17 +204,16 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
             f"not {size_text(arena_bytes)}; shard it"
         )
     groups: dict[Lifetime, list[Part]] = {}
-    for part in declared:
+    for part in sorted(declared, key=lambda part: part.key):  # in whatever order they come
         groups.setdefault(part.lifetime, []).append(part)
     layouts = {life: _lay_out(group, life.is_request) for life, group in groups.items()}
     token_widths = {life: layouts[life][1] for life in groups if not life.is_request}
     pads, multiple = _choose_pads(token_widths, arena_bytes // GRANULE_BYTES)
-    granules = arena_bytes // GRANULE_BYTES // multiple * multiple
+    granules = min(arena_bytes // GRANULE_BYTES, MAX_GRANULES - 1) // multiple * multiple
     units = {
         life: width if life.is_request else (width + pads[life]) * page_tokens
         for life, (_, width) in layouts.items()
     }
-    _refuse_small(units, granules, arena_bytes)
     pools = []
     for index, (life, end) in enumerate(_order(units)):
         lanes, width = layouts[life]
@@ -228,7 +227,9 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
                 padding_bytes=entry_granules * GRANULE_BYTES - used,
             )
         )  # fmt: skip
-    return Plan(tuple(pools), page_tokens, granules, arena_bytes)
+    made = Plan(tuple(pools), page_tokens, granules, arena_bytes)
+    _refuse_small(made)
+    return made
 
 
 def size_text(size_bytes: float) -> str:
@@ -284,17 +285,21 @@ def _choose_pads(widths: dict[Lifetime, int], granules: int) -> tuple[dict[Lifet
     return dict(zip(widths, best[1], strict=True)), best[2]
 
 
-def _refuse_small(units: dict[Lifetime, int], granules: int, arena_bytes: int) -> None:
-    items = {life: unit * GRANULE_BYTES for life, unit in units.items()}
-    if sum(units.values()) > granules or any(granules // unit < 1 for unit in units.values()):
-        need = ", ".join(
-            f"one {'slot' if life.is_request else 'page'} of {life} {size_text(size)}"
-            for life, size in items.items()
-        )
-        raise UsageError(
-            f"an arena of {size_text(arena_bytes)} is too small: {need}; "
-            f"at least {size_text(sum(items.values()))} and room to round"
-        )
+def _refuse_small(made: Plan) -> None:
+    # Not a sum of sizes: the units lie on grids of their own.
+    if all(pool.unit_count for pool in made.sub_pools) and fits(
+        made.geometry, (1,) * len(made.sub_pools)
+    ):
+        return
+    need = ", ".join(
+        f"one {'slot' if pool.is_slot else 'page'} of {pool.name} {size_text(pool.unit_bytes)}"
+        for pool in made.sub_pools
+    )
+    least = sum(pool.unit_bytes for pool in made.sub_pools)
+    raise UsageError(
+        f"an arena of {size_text(made.requested_bytes)} is too small: {need}; "
+        f"at least {size_text(least)} and room to round"
+    )
 
 
 def _reach(pool: SubPool) -> float:

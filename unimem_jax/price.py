@@ -96,7 +96,9 @@ class Prices:
                 continue
             pages = self.pages(total)
             if pool.lifetime.kind == "window":
-                before = self._touched(pool.lifetime.tokens - 1)
+                # A page that is not full is held even where a window of 1 sees none of it.
+                is_partly_full = self.plan.page_tokens > 1
+                before = max(self._touched(pool.lifetime.tokens - 1), int(is_partly_full))
                 new = max(min(chunk, pool.lifetime.tokens), fused)
                 pages = min(pages, before + self._touched(new))
             found.append(pages)

@@ -29,10 +29,21 @@ class Lifetime:
       kind: "context" (one entry per token, all tokens), "window" (one entry per token, the last
         `tokens` of them, the token itself included) or "request" (one entry per request).
       tokens: window length in tokens; 0 for the other kinds.
+    Raises:
+      UsageError: for another kind, a window that is not a positive int, or tokens of another kind.
     """
 
     kind: str
     tokens: int = 0
+
+    def __post_init__(self) -> None:
+        is_count = isinstance(self.tokens, int) and not isinstance(self.tokens, bool)
+        if self.kind == "window" and (not is_count or self.tokens < 1):
+            raise UsageError(f"a window is a positive number of tokens, not {self.tokens!r}")
+        if self.kind not in ("context", "window", "request"):
+            raise UsageError(f"a lifetime is CONTEXT, REQUEST or window(n), not {self.kind!r}")
+        if self.kind != "window" and self.tokens != 0:
+            raise UsageError(f"only a window counts tokens: {self.kind} with {self.tokens!r}")
 
     def __str__(self) -> str:
         return f"window_{self.tokens}" if self.kind == "window" else self.kind
@@ -57,8 +68,6 @@ def window(tokens: int) -> Lifetime:
     Raises:
       UsageError: if `tokens` is not a positive int.
     """
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise UsageError(f"a window is a positive number of tokens, not {tokens!r}")
     return Lifetime("window", tokens)
 
 
@@ -91,8 +100,8 @@ class Part:
       dtype: stored element type, a name from `STORED_DTYPES`.
       lifetime: `CONTEXT`, `window(tokens)` or `REQUEST`.
     Raises:
-      UsageError: for an empty or non-positive shape, an unknown dtype, or a name that is not an
-        identifier.
+      UsageError: for a site, shape or lifetime of another type, an empty or non-positive shape, an
+        unknown dtype, or a name that is not an identifier.
     """
 
     site: Site
@@ -103,10 +112,15 @@ class Part:
 
     def __post_init__(self) -> None:
         where = f"part {self.site}.{self.name}"
-        if not self.name.isidentifier():
+        if not isinstance(self.site, Site):
+            raise UsageError(f"{where}: a site is a unimem_jax.Site, not {self.site!r}")
+        if not isinstance(self.name, str) or not self.name.isidentifier():
             raise UsageError(f"a part's name is an identifier, not {self.name!r}")
-        if not self.shape or not all(isinstance(n, int) and n > 0 for n in self.shape):
-            raise UsageError(f"{where}: a shape is one or more positive ints, not {self.shape!r}")
+        is_tuple = isinstance(self.shape, tuple) and len(self.shape) > 0
+        if not is_tuple or not all(type(n) is int and n > 0 for n in self.shape):
+            raise UsageError(
+                f"{where}: a shape is a tuple of one or more positive ints, not {self.shape!r}"
+            )
         if self.dtype not in STORED_DTYPES:
             raise UsageError(
                 f"{where}: cannot store {self.dtype!r}; stored are {', '.join(STORED_DTYPES)}"
