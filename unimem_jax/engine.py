@@ -86,7 +86,6 @@ class Engine:
 
     memory: Memory
     _device: Any
-    _retired: int  # last ticket known to have finished on the device
 
     def __init__(
         self, model: Model, params: Any, *, arena_bytes: int, page_tokens: int = 16,
@@ -297,9 +296,7 @@ class Engine:
         for batch, out in outs:
             tokens = np.asarray(out.sampled).tolist()  # waits for the device
             sampled |= {id(item): token for (item, _), token in zip(batch, tokens, strict=False)}
-        for ticket in range(self._retired + 1, memory.ticket + 1):
-            memory.retire(ticket)
-        self._retired = memory.ticket
+        memory.retire(memory.ticket)
         return [
             self._accept(served, sampled[id(served)])
             for served, _ in decided.work
@@ -350,7 +347,6 @@ class Engine:
     def _start_memory(self) -> None:
         """Makes empty memory and fresh device state."""
         self._device = None  # the old arena goes before a new one comes
-        self._retired = 0
         self.memory = Memory(
             self.plan, self.limits.rows, self.intake.context_tokens,
             chunk_tokens=self.limits.chunk_tokens, layout=self._layout,

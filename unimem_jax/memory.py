@@ -231,9 +231,7 @@ class Memory:
             chunk might not fit.
         """
         if request.peak is None:
-            raise UsageError(
-                "prefill serves requests of `admit`; for others `run` asks chunk by chunk"
-            )
+            raise UsageError("prefill serves requests of `admit`; `run` serves the others")
         ids = int32(tokens, "token ids")
         if not ids.size or ids.min() < 0:
             raise UsageError("a prompt has at least one token, and token ids are not negative")
@@ -324,7 +322,9 @@ class Memory:
 
     def retire(self, ticket: int) -> None:
         """Notes that the step of `ticket`, and all before it, have finished on the device."""
-        self.allocator.ledger.retire(ticket)
+        ledger = self.allocator.ledger
+        for finished in range(ledger.retired + 1, ticket + 1):
+            ledger.retire(finished)
 
     def metrics(self) -> dict[str, Any]:
         """Plain numbers: rows in use and the allocator's metrics."""
