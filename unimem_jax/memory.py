@@ -204,8 +204,8 @@ class Memory:
           OutOfMemory, UsageError: before anything changed.
         """
         work = list(work)
-        rows = len(work) if rows is None else rows
-        tokens = max((item.count for item in work), default=1) if tokens is None else tokens
+        rows = max(1, len(work)) if rows is None else rows
+        tokens = max([1, *(item.count for item in work)]) if tokens is None else tokens
         past = max((item.request.length for item in work), default=0)
         pages = self.bucket_pages(past) if pages is None else pages
         ids = [item.token_ids() for item in work]

@@ -71,7 +71,7 @@ class Pending:
         for at, (request, tokens) in enumerate(zip(requests, ids, strict=True)):
             words["options"][at] = request.options
             words["tokens"][at, : len(tokens)] = tokens
-        if shape.slots:
+        if shape.slots and requests:
             none = [0] * shape.slots  # of a request without a token, which addresses nothing
             words["slot"][:count] = [request.slots or none for request in requests]
         return packet

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.host.twin import pages_during, pages_held
 from unimem_jax.plan import plan
 from unimem_jax.price import Prices, add, less
 from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
@@ -22,24 +23,6 @@ LIFETIMES = (CONTEXT, REQUEST, *(window(tokens) for tokens in WINDOWS))
 def prices(page_tokens):
     parts = [Part(Site(at), "kept", (32,), "float32", life) for at, life in enumerate(LIFETIMES)]
     return Prices(plan(parts, 1 << 22, page_tokens))
-
-
-def pages_held(lifetime, length, page_tokens):
-    """Numbers of the pages held between steps."""
-    pages = -(-length // page_tokens)
-    seen_from = length - lifetime.tokens + 1 if lifetime.kind == "window" else 0
-    return {page for page in range(pages) if page * page_tokens + page_tokens - 1 >= seen_from}
-
-
-def pages_during(lifetime, length, target, page_tokens, fused):
-    """Numbers of the pages held while a step, or fused steps, go from `length` to `target`."""
-    before = pages_held(lifetime, length, page_tokens)
-    if not fused:
-        return before | pages_held(lifetime, target, page_tokens)
-    found = set(before)
-    for at in range(length, target):  # the page of each token is there when it is written
-        found |= {at // page_tokens}
-    return found
 
 
 page_sizes = st.sampled_from([1, 2, 3, 4, 8, 16])
