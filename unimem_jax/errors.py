@@ -28,6 +28,15 @@ class InvariantError(UnimemError):
 
 def require_positive(**sizes: object) -> None:
     """Raises UsageError, naming the size, unless every one is a positive int and not a bool."""
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} is a positive int, not {value!r}")
+    _require_ints(1, "a positive int", sizes)
+
+
+def require_counts(**counts: object) -> None:
+    """Raises UsageError, naming the count, unless every one is an int of at least 0, not a bool."""
+    _require_ints(0, "an int that is not negative", counts)
+
+
+def _require_ints(least: int, what: str, values: dict[str, object]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{name} is {what}, not {value!r}")

@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unimem_jax.allocator import UNIFIED, Allocator, Split
-from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, require_positive
+from unimem_jax.errors import (
+    InvariantError,
+    OutOfMemory,
+    UsageError,
+    require_counts,
+    require_positive,
+)
 from unimem_jax.packet import OPTION_WORDS, Packet, int32, step_shape
 from unimem_jax.page_tables import tables_of
 from unimem_jax.pending import Pending
@@ -34,7 +40,6 @@ if TYPE_CHECKING:
     from unimem_jax.step import DeviceState
 
 GREEDY_WORDS = (0, int(np.float32(1).view(np.int32)), 0, 0, 0)  # temperature 0, top_p 1
-SMALLEST_BUCKET_TOKENS = 256  # context that the smallest compiled shape reads
 
 
 class Memory:
@@ -55,12 +60,8 @@ class Memory:
         self, plan: Plan, rows: int = 64, context_tokens: int = 4096, *,
         chunk_tokens: int = 64, fused_steps: int = 32, layout: str | Split = UNIFIED,
     ):  # fmt: skip
-        require_positive(
-            rows=rows,
-            context_tokens=context_tokens,
-            chunk_tokens=chunk_tokens,
-            fused_steps=fused_steps,
-        )
+        require_positive(rows=rows, context_tokens=context_tokens)
+        require_positive(chunk_tokens=chunk_tokens, fused_steps=fused_steps)
         self.plan = plan
         self.prices = Prices(plan)
         self.rows = rows
@@ -98,16 +99,16 @@ class Memory:
           OutOfMemory: if no row is free.
           UsageError: if `limit` exceeds the context.
         """
-        if limit is not None and not 0 < limit <= self.context_tokens:
-            raise UsageError(
-                f"a request of {limit} tokens exceeds the context of {self.context_tokens}"
-            )
+        limit = self.context_tokens if limit is None else limit
+        require_positive(limit=limit)
+        if limit > self.context_tokens:
+            raise UsageError(f"{limit} tokens exceed the context of {self.context_tokens}")
         words = int32(list(options), "sampling words")
         if words.shape != (OPTION_WORDS,):
             raise UsageError(f"sampling takes {OPTION_WORDS} words, not {len(options)}")
         if not self._free_rows:
             raise OutOfMemory(f"all {self.rows} request rows are in use")
-        request = Request(self._free_rows.pop(), limit or self.context_tokens, words)
+        request = Request(self._free_rows.pop(), limit, words)
         self._requests[request.row] = request
         return request
 
@@ -121,8 +122,8 @@ class Memory:
             arena cannot hold (itemised).
           OutOfMemory: it does not fit beside what is held and committed now (itemised).
         """
-        if prompt_tokens < 1 or max_new < 0:
-            raise UsageError(f"{prompt_tokens} prompt and {max_new} new tokens make no request")
+        require_positive(prompt_tokens=prompt_tokens)
+        require_counts(max_new=max_new)
         total = prompt_tokens + max_new
         if total > self.context_tokens:
             raise UsageError(f"{total} tokens exceed the context of {self.context_tokens}")
@@ -143,15 +144,10 @@ class Memory:
                 f"{self.plan.arena_bytes:,} bytes"
             )
 
-    def grow(self, growths: Sequence[tuple[Request, int]], *, fused: bool = False) -> None:
+    def _grow(self, growths: Sequence[tuple[Request, int]], fused: bool = False) -> None:
         """Grants what every request needs for its next tokens, all or nothing.
 
-        Args:
-          growths: requests, each at most once, and how many tokens each is to grow by.
-          fused: whether the tokens are written one step after another and not as one chunk.
-        Raises:
-          OutOfMemory: if they do not fit together, or a pin blocks the moves.
-          UsageError: a request twice, one that is not open here, or that would exceed its limit.
+        The caller dispatches those tokens: growing twice for the same ones would grant twice.
         """
         if len({request.row for request, _ in growths}) < len(growths):
             raise UsageError("a request takes part in a step once")
@@ -208,27 +204,31 @@ class Memory:
         tokens = max([1, *(item.count for item in work)]) if tokens is None else tokens
         past = max((item.request.length for item in work), default=0)
         pages = self.bucket_pages(past) if pages is None else pages
+        require_positive(rows=rows, tokens=tokens)
+        require_counts(pages=pages)
         ids = [item.token_ids() for item in work]
         if len(work) > rows or any(item.count > tokens for item in work):
             raise UsageError(f"the work does not fit a packet of {rows} rows of {tokens} tokens")
         if past > pages * self.plan.page_tokens:
             raise UsageError(f"{pages} pages do not cover a past of {past} tokens")
-        self.grow([(item.request, item.count) for item in work])
+        self._grow([(item.request, item.count) for item in work])
         shape = step_shape(self.plan, rows, tokens, pages)
         packets = self.upkeep(room=shape.updates)
         packets.append(self.pending.step_packet(shape, work, ids))
         for item in work:
-            item.request.length += item.count
+            item.advance()
         self.settle([item.request for item in work])
         return tuple(packets)
 
     def prefill(self, request: Request, tokens: Sequence[int]) -> tuple[Packet, ...]:
-        """Packets that run an admitted request's prompt in chunks; the last samples. Dispatch all,
-        in order.
+        """Packets that run an admitted request's prompt in chunks; the last samples.
 
+        Returns:
+          Packets to dispatch in order. Where a pin blocks a later chunk, those before it: go on
+          from `request.length` when the pin has ended.
         Raises:
-          UsageError: no tokens, more than the limit, or a request without a commitment: a later
-            chunk might not fit.
+          UsageError: no tokens, more than the limit, or a request without a commitment.
+          OutOfMemory: a pin blocks the first chunk.
         """
         if request.peak is None:
             raise UsageError("prefill serves requests of `admit`; `run` serves the others")
@@ -244,7 +244,12 @@ class Memory:
             chunk = ids[at : at + self.chunk_tokens]
             is_last = at + chunk.size == ids.size
             item = Work(request, chunk.size, chunk, emit=is_last)
-            packets += self.run([item], rows=1, tokens=self.chunk_tokens)
+            try:
+                packets += self.run([item], rows=1, tokens=self.chunk_tokens)
+            except OutOfMemory:
+                if not at:
+                    raise
+                break
         return tuple(packets)
 
     def decode(self, steps: int, requests: Sequence[Request]) -> tuple[Packet, ...]:
@@ -252,20 +257,21 @@ class Memory:
 
         Args:
           steps: at most `fused_steps`.
-          requests: all with at least one token; one that reaches its limit idles for the remaining
-            steps.
+          requests: each has sampled its next token; one that reaches its limit idles for the
+            remaining steps.
         Returns:
           Upkeep packets, of one step each, then one of `steps` steps whose row i is `requests[i]`.
         """
-        if not 0 < steps <= self.fused_steps or not requests:
+        require_positive(steps=steps)
+        if steps > self.fused_steps or not requests:
             raise UsageError(
                 f"decode runs 1 to {self.fused_steps} steps of at least one request, "
                 f"not {steps} of {len(requests)}"
             )
-        if any(request.length == 0 for request in requests):
-            raise UsageError("decode follows prefill: a request has no token yet")
+        for request in requests:
+            request.require_sampled()
         counts = [min(steps, request.limit - request.length) for request in requests]
-        self.grow(list(zip(requests, counts, strict=True)), fused=True)
+        self._grow(list(zip(requests, counts, strict=True)), fused=True)
         pages = self.bucket_pages(max(request.length for request in requests) + steps)
         shape = step_shape(self.plan, len(requests), 1, pages)
         packets = [Packet(p.words[None], p.shape) for p in self.upkeep(room=shape.updates)]
@@ -278,13 +284,13 @@ class Memory:
             ids = [item.token_ids() for item in work]
             stacked.append(self.pending.step_packet(shape, work, ids).words)
             for item in work:
-                item.request.length += item.count
+                item.advance()
         self.settle(requests)
         return (*packets, Packet(np.stack(stacked), shape))
 
     def free(self, request: Request) -> None:
         """Gives back all that a request holds, to be granted again at once, and its row."""
-        if not request.is_open or self._requests.get(request.row) is not request:
+        if self._requests.get(request.row) is not request:
             raise UsageError("the request was freed already")
         if request.peak is not None:
             self.allocator.uncommit(self._uncovered(request))
@@ -299,15 +305,8 @@ class Memory:
         self._free_rows.append(request.row)
 
     def bucket_pages(self, tokens: int) -> int:
-        """Page-table columns that a compiled shape reads for a past of `tokens`: a power-of-4
-        bucket.
-        """
-        if not tokens:
-            return 0
-        bucket = SMALLEST_BUCKET_TOKENS
-        while bucket < tokens:
-            bucket *= 4
-        return min(self.prices.pages(bucket), self.tables.row_pages)
+        """Page-table columns that a compiled shape reads for a past of `tokens`."""
+        return self.tables.bucket(tokens)
 
     def upkeep(self, room: int = 0) -> list[Packet]:
         """Packets for all pending moves, and for table changes beyond the `room` of the packet that

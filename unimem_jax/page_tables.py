@@ -15,6 +15,8 @@ import numpy as np
 from unimem_jax.plan import Plan
 from unimem_jax.spec import Lifetime
 
+SMALLEST_BUCKET_TOKENS = 256  # context that the smallest compiled shape reads
+
 
 @dataclass(frozen=True, slots=True)
 class Tables:
@@ -46,6 +48,15 @@ class Tables:
     def cell(self, row: int, page: int) -> int:
         """Index of one cell of a row's page table."""
         return self.table_start + row * self.row_pages + page
+
+    def bucket(self, tokens: int) -> int:
+        """Columns that a compiled shape reads for a past of `tokens`: a power-of-4 bucket."""
+        if not tokens:
+            return 0
+        bucket = SMALLEST_BUCKET_TOKENS
+        while bucket < tokens:
+            bucket *= 4
+        return min(-(-bucket // self.page_tokens), self.row_pages)
 
     def read_columns(self, lifetime: Lifetime, pages: int) -> int:
         """Page-table columns that hold the past a query sees: `pages` for whole context, fewer for

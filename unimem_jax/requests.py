@@ -27,6 +27,7 @@ class Request:
       gaps: per window sub-pool index, pages [start, end) that a long chunk left out, until it is
         settled.
       peak: committed units per sub-pool in all, or None without a commitment.
+      has_sampled: whether the device holds the token that follows `length`.
       settle_at: length from which on some window page is no longer seen.
     """
 
@@ -39,8 +40,17 @@ class Request:
     first: dict[int, int] = field(default_factory=dict)
     gaps: dict[int, range] = field(default_factory=dict)
     peak: Demand | None = None
+    has_sampled: bool = False
     settle_at: int = 0
     is_open: bool = True
+
+    def require_sampled(self) -> None:
+        """Raises UsageError unless the device holds the request's next token.
+
+        Otherwise a step would go on from a token that an earlier request left in the row.
+        """
+        if not self.has_sampled:
+            raise UsageError(f"the request of row {self.row} has sampled no next token: name it")
 
     def mapped(self, pool: int, start: int, stop: int) -> list[int]:
         """Ids of pages [start, stop) that sub-pool `pool` holds something for."""
@@ -79,8 +89,16 @@ class Work:
         if self.tokens is None:
             if not 0 <= self.count <= 1:
                 raise UsageError(f"only one token can be the one sampled last, not {self.count}")
+            if self.count:
+                self.request.require_sampled()
             return np.full(self.count, LAST_TOKEN, np.int32)
         ids = int32(self.tokens, "token ids")
         if ids.shape != (self.count,) or (ids.size and ids.min() < 0):
             raise UsageError(f"token ids are {self.count} numbers that are not negative")
         return ids
+
+    def advance(self) -> None:
+        """Counts the tokens as dispatched."""
+        self.request.length += self.count
+        if self.count:
+            self.request.has_sampled = self.emit

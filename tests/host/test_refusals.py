@@ -1,0 +1,107 @@
+"""What Memory refuses without a change, and what it does when a pin blocks a prompt."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unimem_jax.errors import OutOfMemory, UsageError
+from unimem_jax.memory import Memory
+from unimem_jax.plan import plan
+from unimem_jax.requests import Work
+from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
+
+PARTS = (
+    Part(Site(0), "key", (32,), "float32", CONTEXT),
+    Part(Site(1), "key", (32,), "float32", window(12)),
+    Part(Site(2), "state", (64,), "float32", REQUEST),
+)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(plan(PARTS, 1 << 18, 8), rows=4, context_tokens=128, chunk_tokens=16)
+
+
+def seen(memory: Memory) -> tuple[Any, ...]:
+    return memory.metrics(), memory.ticket, memory.free_rows
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda memory: memory.admit(3.5, 1),
+        lambda memory: memory.admit(3, 1.5),
+        lambda memory: memory.admit(True, 1),
+        lambda memory: memory.admit("3", 1),
+        lambda memory: memory.admit(3, -1),
+        lambda memory: memory.open(limit=2.5),
+        lambda memory: memory.open(limit=0),
+        lambda memory: memory.open(limit=129),
+        lambda memory: memory.run([], rows=2.5),
+        lambda memory: memory.run([], tokens=None, pages=1.5),
+        lambda memory: memory.run([], pages=-1),
+        lambda memory: memory.decode(1.0, []),
+    ],
+)
+def test_a_size_that_is_no_count_is_refused(memory: Memory, wrong: Callable[[Memory], Any]) -> None:
+    before = seen(memory)
+    with pytest.raises(UsageError):
+        wrong(memory)
+    assert seen(memory) == before
+
+
+def test_no_step_goes_on_from_the_token_of_a_rows_former_request(memory: Memory) -> None:
+    former = memory.admit(4, 8)
+    memory.prefill(former, [1, 2, 3, 4])
+    memory.decode(2, [former])
+    memory.free(former)
+    request = memory.open()
+    assert request.row == former.row
+    before = seen(memory)
+    with pytest.raises(UsageError, match="sampled no next token"):
+        memory.run([Work(request, 1)])
+    assert seen(memory) == before
+    memory.run([Work(request, 3, np.arange(3), emit=False)])
+    before = seen(memory)
+    for wrong in (lambda: memory.run([Work(request, 1)]), lambda: memory.decode(1, [request])):
+        with pytest.raises(UsageError, match="sampled no next token"):
+            wrong()
+    assert seen(memory) == before
+    memory.run([Work(request, 1, np.arange(1))])
+    memory.decode(2, [request])
+    assert request.length == 6
+
+
+@pytest.mark.parametrize("blocked", [0, 1, 2])
+def test_a_prompt_that_a_pin_blocks_goes_on_where_it_stopped(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, blocked: int
+) -> None:
+    request = memory.admit(48, 4)
+    prompt, calls, make_room = np.arange(48), [], memory.allocator.make_room
+
+    def pinned(demand: Any) -> None:
+        calls.append(demand)
+        if len(calls) == blocked + 1:
+            raise OutOfMemory("a pin is in the way")
+        make_room(demand)
+
+    monkeypatch.setattr(memory.allocator, "make_room", pinned)
+    before = seen(memory)
+    if not blocked:
+        with pytest.raises(OutOfMemory):
+            memory.prefill(request, prompt)
+        assert seen(memory) == before
+    else:
+        packets = memory.prefill(request, prompt)
+        assert len(packets) == blocked
+        assert request.length == 16 * blocked
+        assert not request.has_sampled
+    memory.check()
+    memory.prefill(request, prompt[request.length :])
+    assert (request.length, request.has_sampled) == (48, True)
+    memory.decode(4, [request])
+    memory.free(request)
+    memory.check()
+    assert memory.metrics()["committed"] == [0, 0, 0]
