@@ -93,6 +93,20 @@ class Folder:
         """
         return self._file(name).shapes[name]
 
+    def dtype(self, name: str) -> str:
+        """Name of the type that a tensor is stored in, such as "bfloat16".
+
+        Raises:
+          UsageError: there is none of this name, or its type has no NumPy dtype.
+        """
+        file = self._file(name)
+        if file.codes[name] not in STORED:
+            raise UsageError(
+                f"{file.path}: tensor {name} is {file.codes[name]}; supported are "
+                f"{', '.join(STORED)}"
+            )
+        return STORED[file.codes[name]].name
+
     def tensor(self, name: str, dtype: Any = None) -> np.ndarray:
         """One tensor, as a read-only view of the file; a copy where `dtype` is another one.
 
@@ -104,17 +118,13 @@ class Folder:
         Cost: the bytes of the tensor.
         """
         file = self._file(name)
-        code = file.codes[name]
-        if code not in STORED:
-            raise UsageError(
-                f"{file.path}: tensor {name} is {code}; supported are {', '.join(STORED)}"
-            )
-        found = file.view(name)
+        stored = np.dtype(self.dtype(name))
+        found = file.view(name, stored)
         if dtype is not None:
             wanted = np.dtype(dtype)
-            if wanted in FLOATS.values() and code not in FLOATS:
+            if wanted in FLOATS.values() and stored not in FLOATS.values():
                 raise UsageError(
-                    f"{file.path}: tensor {name} is {code}, which is quantised; weights are "
+                    f"{file.path}: tensor {name} is {stored}, which is quantised; weights are "
                     f"{', '.join(FLOATS)}"
                 )
             found = found.astype(wanted, copy=False)
@@ -209,10 +219,9 @@ class _File:
         self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
         self._offsets = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
         begin, end = (self._start + offset for offset in self._offsets[name])
-        typed = np.asarray(self._bytes)[begin:end].view(STORED[self.codes[name]])
-        return typed.reshape(self.shapes[name])
+        return np.asarray(self._bytes)[begin:end].view(dtype).reshape(self.shapes[name])
 
     def byte_count(self, name: str) -> int:
         begin, end = self._offsets[name]

@@ -21,11 +21,13 @@ from unimem_jax.spec import Lifetime, Part, PartKey, Site
 NORM_EPSILON = 1e-6
 
 
-def normalise(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
+def normalise(
+    x: Float[Array, "*batch channels"], epsilon: float = NORM_EPSILON
+) -> Float[Array, "*batch channels"]:
     """Scales the last axis to a root mean square of 1, in float32; the dtype of `x` comes back."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + NORM_EPSILON)).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype)
 
 
 def rotate(

@@ -2,11 +2,13 @@
 
 A model announces itself under the entry-point group `unimem_jax.models`: its name there, and a
 loader `load(path=None) -> (model, params, tokenizer or None)`. A folder says which loader reads it
-in its `config.json`, under "model_type".
+in its `config.json`, under "model_type". A loader that can show progress takes `on_tensor` too.
 """
 
 import json
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,19 @@ from unimem_jax.text import Tokenizer
 GROUP = "unimem_jax.models"
 
 
-def load(name_or_folder: str | Path = "embedded") -> tuple[Model, Any, Tokenizer | None]:
+# Takes a tensor's name, and the bytes read so far and in all.
+type OnTensor = Callable[[str, int, int], object]
+
+
+def load(
+    name_or_folder: str | Path = "embedded", on_tensor: OnTensor | None = None
+) -> tuple[Model, Any, Tokenizer | None]:
     """Loads a model.
 
     Args:
       name_or_folder: the name of an installed model, or a folder with its `config.json` and
         weights.
+      on_tensor: called after each tensor that is read from a folder, by loaders that show progress.
     Returns:
       The model, its parameters, and its tokenizer if it has one.
     Raises:
@@ -36,7 +45,10 @@ def load(name_or_folder: str | Path = "embedded") -> tuple[Model, Any, Tokenizer
     folder = Path(name_or_folder)
     if folder.is_dir():
         model_type = _model_type(folder, found)
-        return _loader(found[model_type])(folder)
+        loader = _loader(found[model_type])
+        if on_tensor is None or "on_tensor" not in signature(loader).parameters:
+            return loader(folder)
+        return loader(folder, on_tensor=on_tensor)
     raise UsageError(f"no model and no folder is called {name!r}; {_listing(found)}")
 
 

@@ -1,0 +1,123 @@
+"""The fields of a `config.json`, checked one by one; a message names the field and what it holds.
+
+A family reads what it computes from here and refuses what it does not. Nothing here knows a family.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unimem_jax.errors import UsageError
+
+from .rotary import Rotary, read_rotary
+
+
+class Fields:
+    """One object of a configuration.
+
+    Attributes:
+      place: what messages call it.
+    """
+
+    def __init__(self, config: Mapping[str, Any], place: str = "config.json"):
+        self._config, self.place = config, place
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is; `default` where it is absent or null."""
+        value = self._config.get(name)
+        return default if value is None else value
+
+    def section(self, name: str) -> "Fields":
+        """The object under `name`.
+
+        Raises:
+          UsageError: it is absent or no object. All methods raise it for a value they cannot give.
+        """
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise self.refusal(name, "an object")
+        return Fields(value, f"{self.place}: {name}")
+
+    def count(self, name: str) -> int:
+        """A positive integer."""
+        value = self.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(name, "a positive integer")
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        """A positive number, `default` if absent."""
+        value = self.get(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self.refusal(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false, `default` if absent."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refusal(name, "true or false")
+        return value
+
+    def token(self, name: str) -> int | None:
+        """A token id, or the first of a list of them; None if absent."""
+        value = self.get(name)
+        first = value[0] if isinstance(value, list) and value else value
+        if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
+            raise self.refusal(name, "a token id")
+        return first
+
+    def require(self, **wanted: Any) -> None:
+        """Refuses any value but the one that is computed here, which is what absence means too."""
+        for name, value in wanted.items():
+            if self.get(name, value) != value:
+                raise self.refusal(name, f"{value!r}, all that is computed here")
+
+    def attention_heads(self) -> tuple[int, int, int]:
+        """Query heads, key heads and head size, which fit together."""
+        heads, key_heads = self.count("num_attention_heads"), self.count("num_key_value_heads")
+        if heads % key_heads:
+            raise self.refusal("num_key_value_heads", f"a divisor of {heads} attention heads")
+        return heads, key_heads, self.count("head_dim")
+
+    def layer_kinds(self, supported: Collection[str]) -> tuple[str, ...] | None:
+        """`layer_types`, one name per layer; None if absent."""
+        layers, kinds = self.count("num_hidden_layers"), self.get("layer_types")
+        if kinds is None:
+            return None
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise self.refusal("layer_types", f"a list of num_hidden_layers, {layers}, names")
+        for layer, kind in enumerate(kinds):
+            if kind not in supported:
+                raise UsageError(
+                    f"{self.place}: layer_types[{layer}] is {kind!r}; supported are "
+                    f"{', '.join(supported)}"
+                )
+        return tuple(kinds)
+
+    def rotary(self, channels: int, beside: Collection[str] = ()) -> Rotary:
+        """Rotary positions over `channels` channels of a head.
+
+        Newer files have one object, `rope_parameters`; older ones have `rope_scaling`, which may
+        be absent, and keep the base beside it.
+
+        Args:
+          beside: settings in the object that somebody else reads.
+        """
+        name = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        settings = self.get(name, {})
+        if not isinstance(settings, dict):
+            raise self.refusal(name, "an object")
+        if channels % 2 or channels < 2:
+            raise UsageError(
+                f"{self.place}: head_dim gives {channels} rotated channels; they go in pairs"
+            )
+        settings = {key: value for key, value in settings.items() if key not in beside}
+        return read_rotary(
+            {"rope_theta": self.get("rope_theta"), **settings}, channels, f"{self.place}: {name}"
+        )
+
+    def refusal(self, name: str, wanted: str) -> UsageError:
+        """The error that `name` is not `wanted`."""
+        return UsageError(f"{self.place}: {name} is {self.get(name)!r:.60} and not {wanted}")

@@ -1,0 +1,222 @@
+"""Qwen3.5 (dense, text) from a Hugging Face folder: gated DeltaNet with attention between.
+
+Every fourth layer is attention: gated, and turning a quarter of each head. Norms are centred, but
+for the one inside DeltaNet. A folder of the model with vision is read for its text: `model.visual.`
+and the drafting layers `mtp.` stay unread.
+
+    qkv = silu(conv(in_proj_qkv x))      z, a, b = in_proj_z x, in_proj_a x, in_proj_b x
+    out_proj(norm(delta_rule(qkv, a, b)) * silu(z))
+
+Text has one position per token, so the three interleaved kinds of rotary position are one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from unimem_jax.errors import UsageError
+from unimem_jax.spec import REQUEST, Part, PartKey, Site
+
+from .decoder import (
+    EMBEDDING,
+    Attention,
+    Decoder,
+    Mixer,
+    Norm,
+    Shapes,
+    Weights,
+    multiply,
+    read_params,
+    split_heads,
+)
+from .delta import Tokens, delta_rule, short_convolution, unit
+from .fields import Fields
+from .folder import Folder, OnTensor
+from .hub_text import HubText, read_text
+from .qwen3 import FULL, read_sizes
+
+LINEAR = "linear_attention"
+FULL_INTERVAL = 4  # every fourth layer, where a configuration is silent
+ROTATED = 0.25  # of a head, where a configuration is silent
+# Rotary settings that only matter with images, or that are read here.
+BESIDE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+NESTED = "model.language_model."  # in a folder of the model with vision
+UNREAD = ("model.visual.", "mtp.")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated DeltaNet in which several value heads may share a key head.
+
+    Its site owns, per request, "conv" [K - 1, channels] and "state" [value_heads, Dk, Dv], both
+    float32.
+
+    Attributes:
+      heads: key heads, value heads.
+      sizes: Dk, Dv.
+      taps: inputs K that the convolution sees.
+      norm: of each value head, not centred.
+    """
+
+    site: Site
+    width: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    taps: int
+    norm: Norm
+
+    def shapes(self) -> Shapes:
+        """As `Mixer.shapes`."""
+        heads, values = self.heads[1], self.heads[1] * self.sizes[1]
+        shapes = {
+            "in_proj_qkv.weight": (self._channels(), self.width),
+            "in_proj_z.weight": (values, self.width),
+            "in_proj_a.weight": (heads, self.width),
+            "in_proj_b.weight": (heads, self.width),
+            "conv1d.weight": (self._channels(), 1, self.taps),
+            "A_log": (heads,),
+            "dt_bias": (heads,),
+            "norm.weight": (self.sizes[1],),
+            "out_proj.weight": (self.width, values),
+        }
+        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+    def parts(self) -> tuple[Part, ...]:
+        """As `Mixer.parts`."""
+        tail, memory = (self.taps - 1, self._channels()), (self.heads[1], *self.sizes)
+        return (
+            Part(self.site, "conv", tail, "float32", REQUEST),
+            Part(self.site, "state", memory, "float32", REQUEST),
+        )
+
+    def __call__(
+        self, weights: Weights, x: Float[Array, "requests tokens width"], views: Any
+    ) -> tuple[Float[Array, "requests tokens width"], dict[PartKey, Array], Any]:
+        """As `Mixer.__call__`; no token parts."""
+        inputs = multiply(x, weights["linear_attn.in_proj_qkv.weight"]).astype(jnp.float32)
+        taps = weights["linear_attn.conv1d.weight"][:, 0, :].astype(jnp.float32).T
+        tail, views = views.read(self.site, "conv")
+        lengths = views.valid.sum(axis=1, dtype=jnp.int32)
+        mixed, tail = short_convolution(inputs, taps, tail, lengths)
+        views = views.write(self.site, "conv", tail)
+
+        memory, views = views.read(self.site, "state")
+        tokens = self._tokens(weights, jax.nn.silu(mixed), x, views.valid)
+        read, memory = delta_rule(tokens, memory)
+        views = views.write(self.site, "state", memory)
+
+        gate = multiply(x, weights["linear_attn.in_proj_z.weight"]).astype(jnp.float32)
+        read = self.norm(read, weights["linear_attn.norm.weight"])
+        read = read.reshape(gate.shape) * jax.nn.silu(gate)
+        return multiply(read.astype(x.dtype), weights["linear_attn.out_proj.weight"]), {}, views
+
+    def _tokens(self, weights: Weights, mixed: Array, x: Array, valid: Array) -> Tokens:
+        """Splits channels into heads; a token that is not valid is made to change nothing."""
+        (key_heads, heads), (key_size, _) = self.heads, self.sizes
+        kept = valid[:, :, None]
+        mixed = jnp.where(kept, mixed, jnp.zeros_like(mixed))
+        keys = key_heads * key_size
+        query, key, value = jnp.split(mixed, [keys, 2 * keys], axis=-1)
+        # Key head j serves the value heads j * r to j * r + r - 1.
+        query, key = (
+            jnp.repeat(unit(split_heads(part, key_heads)), heads // key_heads, axis=2)
+            for part in (query, key)
+        )
+        rate = multiply(x, weights["linear_attn.in_proj_a.weight"]).astype(jnp.float32)
+        rate = jax.nn.softplus(rate + weights["linear_attn.dt_bias"][None, None, :])
+        decay = -jnp.exp(weights["linear_attn.A_log"])[None, None, :] * rate
+        strength = multiply(x, weights["linear_attn.in_proj_b.weight"]).astype(jnp.float32)
+        strength = jax.nn.sigmoid(strength)
+        return Tokens(
+            query=query * key_size**-0.5,
+            key=key,
+            value=split_heads(value, heads),
+            decay=jnp.where(kept, decay, jnp.zeros_like(decay)),
+            strength=jnp.where(kept, strength, jnp.zeros_like(strength)),
+        )
+
+    def _channels(self) -> int:
+        (key_heads, heads), (key, value) = self.heads, self.sizes
+        return 2 * key_heads * key + heads * value
+
+
+def read_decoder(config: Mapping[str, Any], token_dtype: str) -> Decoder:
+    """The text network that a `config.json` describes, with or without vision around it.
+
+    Args:
+      token_dtype: stored dtype of keys and values, a name from `spec.STORED_DTYPES`.
+    Raises:
+      UsageError: a field is missing, contradicts another, or asks for what is not computed here.
+    """
+    outer = fields = Fields(config)
+    if outer.get("text_config") is not None:
+        fields = outer.section("text_config")
+    fields.require(attention_bias=False, hidden_act="silu")
+    kinds = fields.layer_kinds((LINEAR, FULL)) or _regular_kinds(fields)
+    heads = fields.attention_heads()
+    epsilon = fields.positive("rms_norm_eps", 1e-6)
+    rotary, norm = fields.rotary(_rotated(fields, heads[2]), BESIDE), Norm(epsilon, True)
+    width = fields.count("hidden_size")
+
+    def mixer(layer: int) -> Mixer:
+        if kinds[layer] == FULL:
+            return Attention(Site(layer), width, heads, rotary, norm, token_dtype, is_gated=True)
+        delta_heads, sizes, taps = _delta_sizes(fields)
+        return DeltaNet(Site(layer), width, delta_heads, sizes, taps, Norm(epsilon))
+
+    is_tied = fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings"))
+    sizes = read_sizes(fields, is_tied=is_tied)
+    return Decoder(sizes, [mixer(layer) for layer in range(len(kinds))], norm)
+
+
+def load(
+    path: str | Path | None = None, dtype: str | None = None, *,
+    token_dtype: str | None = None, on_tensor: OnTensor | None = None,
+) -> tuple[Decoder, dict[str, Array], HubText | None]:  # fmt: skip
+    """Loads a Qwen3.5 folder; arguments, result, errors and cost as `qwen3.load`."""
+    if path is None:
+        raise UsageError("qwen3_5 ships no weights; give a folder with config.json and safetensors")
+    folder = Folder(path, on_tensor)
+    folder.require_unquantised()
+    start = NESTED if any(name.startswith(NESTED) for name in folder.names) else "model."
+    dtype = dtype or folder.dtype(start + EMBEDDING.removeprefix("model."))
+    decoder = read_decoder(folder.config, token_dtype or dtype)
+    text = read_text(folder.path, decoder.vocab_size)
+    return decoder, read_params(decoder, folder, dtype, start=start, ignored=UNREAD), text
+
+
+def _regular_kinds(fields: Fields) -> tuple[str, ...]:
+    interval = FULL_INTERVAL
+    if fields.get("full_attention_interval") is not None:
+        interval = fields.count("full_attention_interval")
+    layers = range(1, fields.count("num_hidden_layers") + 1)
+    return tuple(LINEAR if layer % interval else FULL for layer in layers)
+
+
+def _rotated(fields: Fields, head: int) -> int:
+    """Channels of a head that turn."""
+    if fields.get("rope_parameters"):
+        fields = fields.section("rope_parameters")
+    share = fields.positive("partial_rotary_factor", ROTATED)
+    if share > 1:
+        raise fields.refusal("partial_rotary_factor", "a share of a head")
+    return int(head * share)
+
+
+def _delta_sizes(fields: Fields) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """(key heads, value heads), (Dk, Dv), taps."""
+    key_heads = fields.count("linear_num_key_heads")
+    heads = fields.count("linear_num_value_heads")
+    if heads % key_heads:
+        raise fields.refusal("linear_num_value_heads", f"a multiple of {key_heads} key heads")
+    taps = fields.count("linear_conv_kernel_dim")
+    if taps < 2:
+        raise fields.refusal("linear_conv_kernel_dim", "at least 2")
+    sizes = (fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim"))
+    return (key_heads, heads), sizes, taps
