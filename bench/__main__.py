@@ -4,6 +4,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "allocator": ("bench.allocator", "microseconds that the host spends on memory decisions"),
     "decode": (
         "bench.decode",
         "tokens/s of the decode loop, packed entries beside one array per layer",

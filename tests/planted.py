@@ -74,7 +74,6 @@ def moved_mapping_not_sent(original):
     def move(self, sources, destinations):
         touched = self.dirty_count
         original(self, sources, destinations)
-        self.is_dirty[self.dirty[touched : self.dirty_count]] = False
         self.dirty_count = touched
 
     return move

@@ -57,9 +57,6 @@ class Allocator:
         ]
         self.pages = pages
         self.page_pools = tuple(i for i, is_slot in enumerate(geometry.is_slot) if not is_slot)
-        self._siblings = [  # tables that share the ids of each
-            [other for other in self.tables if other.ids is table.ids] for table in self.tables
-        ]
         self.mapping = tuple(table.mapping for table in self.tables)
         self.held = [0] * len(self.tables)
         self.committed = [0] * len(self.tables)
@@ -165,7 +162,7 @@ class Allocator:
             long chunk that is outside the window already leaves the window's sub-pool out.
           committed: whether the units come out of a commitment.
         Returns:
-          int32[count] ids.
+          int64[count] ids.
         Raises:
           OutOfMemory: does not fit (not committed), no id is left, or waits for pins.
           UsageError: more than is committed, no sub-pool, or one that has no pages.
@@ -284,7 +281,7 @@ class Allocator:
             return self._drop_one(ids, sub_pool)
         known = table.ids.known(ids)
         self._require_mapped(table, known, sub_pool)
-        return self._drop(known, sub_pool)
+        return self._drop(table.ids, known, (sub_pool,))
 
     def free(self, ids: Ids) -> None:
         """Takes one sharer from each page id in every sub-pool that maps it.
@@ -305,10 +302,7 @@ class Allocator:
         known = self.pages.known(ids)
         if (self.pages.uses[known] == 0).any():
             raise UsageError(f"pages {known[self.pages.uses[known] == 0].tolist()} are free")
-        # Decided before the first drop, which forgets the others of an id that becomes free.
-        is_mapped = [self.tables[index].sharers[known] > 0 for index in self.page_pools]
-        for index, here in zip(self.page_pools, is_mapped, strict=True):
-            self._drop(known if here.all() else known[here], index)
+        self._drop(self.pages, known, self.page_pools)
 
     def _require_mapped(self, table: Table, known: np.ndarray, sub_pool: int) -> None:
         is_missing = table.sharers[known] <= 0
@@ -317,15 +311,28 @@ class Allocator:
                 f"ids {known[is_missing].tolist()} have no unit in sub-pool {sub_pool}"
             )
 
-    def _drop(self, known: np.ndarray, sub_pool: int) -> int:
-        table = self.tables[sub_pool]
-        addresses, gone = table.drop(known)
-        self.layout.give(sub_pool, addresses)
-        self.held[sub_pool] -= len(addresses)
-        for other in self._siblings[sub_pool]:
-            other.sharers[gone] = 0
-        table.ids.give(gone)
-        return len(addresses)
+    def _drop(self, ids: IdSpace, known: np.ndarray, sub_pools: Sequence[int]) -> int:
+        """Takes a sharer from each id in each of the sub-pools where it has one. Returns units
+        freed.
+        """
+        uses = ids.uses[known]
+        freed_count = 0
+        for index in sub_pools:
+            addresses, is_last = self.tables[index].drop(known)
+            self.layout.give(index, addresses)
+            self.held[index] -= len(addresses)
+            uses -= is_last
+            freed_count += len(addresses)
+        ids.uses[known] = uses
+        gone = known
+        if np.count_nonzero(uses):  # the device need not hear of ids that are free
+            gone = known[uses == 0]
+            for index in sub_pools:
+                self.tables[index].touch(known[uses > 0])
+        for index in self.page_pools if ids is self.pages else sub_pools:
+            self.tables[index].sharers[gone] = 0
+        ids.give(gone)
+        return freed_count
 
     def _drop_one(self, id_: int, sub_pool: int) -> int:
         table = self.tables[sub_pool]
@@ -335,8 +342,8 @@ class Allocator:
         self.layout.give_one(sub_pool, address)
         self.held[sub_pool] -= 1
         if not table.ids.uses_view[id_]:
-            for other in self._siblings[sub_pool]:
-                other.views[2][id_] = 0
+            for index in self.page_pools if table.ids is self.pages else (sub_pool,):
+                self.tables[index].views[2][id_] = 0
             table.ids.give_one(id_)
         return 1
 
@@ -350,8 +357,7 @@ class Allocator:
         return moves
 
     def take_changes(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per sub-pool the (ids, addresses), int32, that the device has not heard of; a drop reads
-        absent.
+        """Per sub-pool the (ids, addresses) that the device has not heard of; a drop reads absent.
 
         Ids that are free now are left out: nothing may refer to them.
         """

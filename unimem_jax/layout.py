@@ -57,7 +57,7 @@ class Batch:
     """Units of one sub-pool to copy at once; sources and destinations are disjoint.
 
     Attributes:
-      sources, destinations: int32 addresses of equal length.
+      sources, destinations: int64 addresses of equal length.
     """
 
     sub_pool: int
@@ -110,10 +110,10 @@ class Layout:
         return all(count <= cap for count, cap in zip(counts, self.caps, strict=True))
 
     def take(self, sub_pool: int, count: int) -> np.ndarray:
-        """Makes that many holes live; `make_room` came before. Returns int32 addresses."""
+        """Makes that many holes live; `make_room` came before. Returns int64 addresses."""
         band = self.bands[sub_pool]
         left = band.hole_count - count
-        addresses = band.holes[left : band.hole_count].copy()
+        addresses = band.holes[left : band.hole_count].astype(np.int64)
         self.ledger.apply(sub_pool, addresses, GRANT)
         band.hole_count = left
         return addresses
@@ -283,12 +283,12 @@ class Layout:
         band = self.bands[index]
         lo, hi = target
         below, above = np.searchsorted(occupied, (lo, hi))
-        sources = np.concatenate((occupied[:below], occupied[above:])).astype(np.int32)
+        sources = np.concatenate((occupied[:below], occupied[above:]))
         states = self.ledger.states[index]
         for start, stop in ((lo, min(hi, band.lo)), (max(lo, band.hi), hi)):
             if start < stop:
                 self.ledger.apply(index, slice(start, stop), GROW)
-        holes = (np.flatnonzero(states[lo:hi] == HOLE) + lo).astype(np.int32)
+        holes = np.flatnonzero(states[lo:hi] == HOLE) + lo
         # Units from above go to the lowest holes and units from below to the highest, away from
         # the neighbour that pushes them.
         rank, left = len(occupied) - above, len(holes) - below
