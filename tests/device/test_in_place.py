@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from tests.device.models import MIXTURES
-from tests.device.steps import FUSED_STEPS, Case, Steps
+from tests.device.steps import FUSED_STEPS, Case, Steps, read_without_a_tie
 from tests.in_place import MEBIBYTE, assert_in_place
 from tests.kernels.programs import plain_scatter
 from unimem_jax import store
@@ -84,14 +84,6 @@ def test_fused_steps_are_in_place(rows):
 def test_a_step_in_a_loop_or_branch_of_the_user_is_in_place(form, rows):
     made = steps("hybrid")
     assert_step_in_place(made, Case(rows, 1, 16), getattr(made, form))
-
-
-def read_without_a_tie(self, site, name):
-    found, _ = tied_read(self, site, name)
-    return found, self
-
-
-tied_read = Views.read
 
 
 def test_the_check_catches_a_state_that_is_read_without_a_tie(monkeypatch):
