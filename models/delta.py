@@ -107,9 +107,7 @@ def delta_chunks(tokens: Tokens, memory: Memory, chunk: int = CHUNK_TOKENS) -> t
     system = jnp.tril(jnp.matmul(blocks.key, keys) * kept, -1) * blocks.strength[..., None]
     own = blocks.value * blocks.strength[..., None]
     from_memory = blocks.key * (blocks.strength * jnp.exp(total))[..., None]
-    solved = jnp.matmul(
-        unit_lower_inverse(system), jnp.concatenate([own, from_memory], axis=-1)
-    )
+    solved = jnp.matmul(unit_lower_inverse(system), jnp.concatenate([own, from_memory], axis=-1))
     own, from_memory = jnp.split(solved, [own.shape[-1]], axis=-1)
     within = jnp.matmul(blocks.query, keys) * kept
     query = blocks.query * jnp.exp(total)[..., None]
