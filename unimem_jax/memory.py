@@ -97,7 +97,7 @@ class Memory:
           limit: most tokens it may grow to; the context by default.
         Raises:
           OutOfMemory: if no row is free.
-          UsageError: if `limit` exceeds the context.
+          UsageError: a limit that is not positive or exceeds the context; wrong options.
         """
         limit = self.context_tokens if limit is None else limit
         require_positive(limit=limit)
@@ -233,8 +233,8 @@ class Memory:
         if request.peak is None:
             raise UsageError("prefill serves requests of `admit`; `run` serves the others")
         ids = int32(tokens, "token ids")
-        if not ids.size or ids.min() < 0:
-            raise UsageError("a prompt has at least one token, and token ids are not negative")
+        if ids.ndim != 1 or not ids.size or ids.min() < 0:
+            raise UsageError(f"a prompt is a row of token ids, 0 or more each; seen {tokens!r}")
         if request.length + ids.size > request.limit:
             raise UsageError(
                 f"{ids.size} tokens after {request.length} exceed the limit of {request.limit}"
