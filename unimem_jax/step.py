@@ -9,7 +9,7 @@ inside your own jit, or scan it over stacked packets.
 T1  `tables` is one int32 vector: the mapping of every sub-pool, then every row's page table. All
     changes of a packet are one scatter, so host and device can only differ by packets not yet run.
 T2  The arena that leaves is the arena that came, written in place.
-T3  A padding row reads nothing that matters and writes nothing.
+T3  A padding row reads nothing that matters, computes something finite and writes nothing.
 """
 
 import math
@@ -190,7 +190,8 @@ class _Program:
             arena=device.arena,
             positions=position[:, None] + step_index,
             valid=count[:, None] > step_index,
-            start=field["start"] > 0,
+            # A row without tokens has no slot: it starts from zeros, not from what lies elsewhere.
+            start=(field["start"] > 0) | (count == 0),
             pages=pages,
             first_page=first_page,
             slots=slots,
