@@ -151,7 +151,8 @@ class Attention:
         key = _turn_first(self.norm(key, weights["self_attn.k_norm.weight"]), table)
         mixed, views = views.attend(self.site, query, key, value, scale=head**-0.5)
         if self.is_gated:
-            mixed = (mixed * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
+            wide = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+            mixed = wide.astype(x.dtype)
         added = multiply(mixed.reshape(*x.shape[:2], -1), weights["self_attn.o_proj.weight"])
         return added, {(self.site, "key"): key, (self.site, "value"): value}, views
 
