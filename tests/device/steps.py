@@ -12,7 +12,6 @@ from tests.in_place import MEBIBYTE
 from unimem_jax.packet import Packet, step_shape, upkeep_shape, word_count
 from unimem_jax.plan import plan
 from unimem_jax.step import init_device, step
-from unimem_jax.views import Views
 
 PAGE_TOKENS, ROW_PAGES, FUSED_STEPS = 16, 64, 8
 
@@ -91,12 +90,3 @@ class Steps:
             return device, out.sampled
 
         return lax.cond(packet.words[0] > 0, some, nothing, device)
-
-
-tied_read = Views.read
-
-
-def read_without_a_tie(self, site, name):
-    """`Views.read` as it must not be: what was read is not tied to the arena that goes on."""
-    found, _ = tied_read(self, site, name)
-    return found, self

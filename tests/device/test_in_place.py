@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from tests.device.models import MIXTURES
-from tests.device.steps import FUSED_STEPS, Case, Steps, read_without_a_tie
+from tests.device.steps import FUSED_STEPS, Case, Steps
 from tests.in_place import MEBIBYTE, assert_in_place
 from tests.kernels.programs import plain_scatter
 from unimem_jax import store
@@ -22,7 +22,7 @@ GRID = [Case(*sizes) for sizes in itertools.product(ROWS, TOKENS, PAGES)]
 # Every row count, token count and page count, and one row with each of the others.
 USUAL = [
     Case(1, 1, 0), Case(1, 1, 16), Case(1, 7, 64), Case(1, 64, 0),
-    Case(2, 1, 64), Case(2, 7, 0), Case(4, 64, 16), Case(16, 1, 16), Case(16, 64, 64),
+    Case(2, 1, 64), Case(4, 7, 16), Case(16, 64, 64),
 ]  # fmt: skip
 USUAL_MODELS = ["state only", "window only", "two windows", "odd shapes", "embedded"]
 
@@ -79,15 +79,22 @@ def test_fused_steps_are_in_place(rows):
     assert_step_in_place(made, Case(rows, 1, 16), made.scanned, FUSED_STEPS)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("form", ["until_zero", "if_positive"])
-def test_a_step_in_a_loop_or_branch_of_the_user_is_in_place(form, rows):
+def test_a_step_in_a_loop_or_branch_of_the_user_is_in_place(form):
     made = steps("hybrid")
-    assert_step_in_place(made, Case(rows, 1, 16), getattr(made, form))
+    assert_step_in_place(made, Case(1, 1, 16), getattr(made, form))
+
+
+tied_read = Views.read
+
+
+def read_without_a_tie(self, site, name):
+    found, _ = tied_read(self, site, name)
+    return found, self
 
 
 def test_the_check_catches_a_state_that_is_read_without_a_tie(monkeypatch):
-    monkeypatch.setattr(Views, "read", read_without_a_tie)
+    monkeypatch.setattr(Views, "read")
     with pytest.raises(AssertionError, match="is copied"):
         assert_step_in_place(steps("state only"), Case(2, 1, 0))
 
