@@ -1,9 +1,9 @@
-"""`python -m bench allocator [--json FILE]`: microseconds that the host spends on memory decisions.
+"""`python -m bench allocator [--json FILE]`: microseconds that memory decisions take on the host.
 
-No device takes part. A figure is the median of several rounds, all from the same kind of state, with
-the garbage collector on; the smallest round is printed beside it. Places are random, so that no
-round profits from a warm cache. Nothing here waits, so what is counted is processor time, user and
-system: on an idle machine it is the time that passes, on a busy one it leaves out what others take.
+No device takes part. A figure is the median of several rounds, all from the same kind of state,
+with the garbage collector on; the smallest round is printed beside it. Places are random, so that
+no round profits from a warm cache. Nothing here waits, so what is counted is processor time, user
+and system: on an idle machine it is the time that passes, on a busy one it leaves out others.
 """
 
 import argparse

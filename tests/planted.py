@@ -32,8 +32,9 @@ def absent_minus_one(original):
 
 
 def empty_float_rounded(_):
-    def packed_fits(geometry, counts):
+    def packed_fits(geometry, counts, more=bands.NO_MORE):
         position = 0
+        counts = [first + second for first, second in zip(counts, more, strict=False)]
         for unit, end, count in zip(geometry.unit_granules, geometry.ends, counts, strict=True):
             if end == "high":
                 return position <= (geometry.arena_granules // unit - count) * unit
@@ -95,10 +96,9 @@ def commitments_not_counted(_):
     return fits
 
 
-def owner_not_cleared(_):
+def owner_not_told(_):
     def move(self, sources, destinations):
         ids = self.owner[sources]
-        self.owner[destinations] = ids
         self.mapping[ids] = destinations
         self.touch(ids)
 
@@ -178,7 +178,7 @@ PLANTED = [
     Bug("the device does not hear of moves", tables.Table, "move", moved_mapping_not_sent),
     Bug("the device keeps a former life's page", tables.Table, "touch", former_life_not_cleared),
     Bug("commitments are not counted", allocator.Allocator, "fits", commitments_not_counted),
-    Bug("the owner of a moved unit stays", tables.Table, "move", owner_not_cleared),
+    Bug("the place of a moved unit has no owner", tables.Table, "move", owner_not_told),
     Bug("a batch is lost", allocator.Allocator, "take_moves", batches_lost),
     Bug("a shared page is freed by the first", tables.Table, "drop_one", sharers_forgotten),
     Bug("a float overlaps its neighbour", layout.Layout, "_bounds", float_rounded_down),

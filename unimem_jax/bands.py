@@ -34,13 +34,15 @@ target.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 from unimem_jax.errors import UsageError
 
 EXACT_CANDIDATES = 32  # up to here every number of moved units is tried; then each is 1/8 larger
+NO_MORE = repeat(0)  # as many zeros as are asked for
 FRONTIER_POINTS = 64  # most partial choices kept from band to band
 
 Interval = tuple[int, int]
@@ -116,10 +118,11 @@ def fits(geometry: Geometry, counts: Sequence[int]) -> bool:
     return packed_fits(geometry, counts)
 
 
-def packed_fits(geometry: Geometry, counts: Sequence[int]) -> bool:
-    """`fits` without its checks, for the hot path."""
+def packed_fits(geometry: Geometry, counts: Sequence[int], more: Iterable[int] = NO_MORE) -> bool:
+    """`fits` of the sums of `counts` and `more`, without its checks, for the hot path."""
     position = 0
-    for (unit, top), count in zip(geometry.grids, counts):  # noqa: B905 (checked by the callers)
+    for (unit, top), first, second in zip(geometry.grids, counts, more):  # noqa: B905 (callers check)
+        count = first + second
         if count:
             if top:
                 return position <= (top - count) * unit

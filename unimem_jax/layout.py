@@ -17,12 +17,20 @@ Invariants (checked by `check`):
   L6  the stack of a band names each of its holes once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from unimem_jax.bands import Geometry, Interval, Targets, batch_order, choose_targets, packed_fits
+from unimem_jax.bands import (
+    NO_MORE,
+    Geometry,
+    Interval,
+    Targets,
+    batch_order,
+    choose_targets,
+    packed_fits,
+)
 from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
 from unimem_jax.ledger import (
     BEYOND,
@@ -75,7 +83,7 @@ class Band:
         self.top = top
         self.end = end
         self.lo = self.hi = top if end == "high" else 0
-        self.holes = np.empty(top, np.int32)
+        self.holes = np.empty(top, np.int64)
         self.hole_view = memoryview(self.holes)
         self.hole_count = 0
 
@@ -103,17 +111,23 @@ class Layout:
         elif layout != UNIFIED:
             raise UsageError(f"layout must be UNIFIED or Split(caps), not {layout!r}")
 
-    def fits(self, counts: Sequence[int]) -> bool:
-        """Whether so many units of each sub-pool can be held at once. Cost: O(sub-pools)."""
+    def fits(self, counts: Sequence[int], more: Iterable[int] = NO_MORE) -> bool:
+        """Whether `counts[i] + more[i]` units of each sub-pool i can be held at once.
+
+        Cost: O(sub-pools).
+        """
         if self.shares is None:
-            return packed_fits(self.geometry, counts)
-        return all(count <= cap for count, cap in zip(counts, self.caps, strict=True))
+            return packed_fits(self.geometry, counts, more)
+        return all(
+            first + second <= cap
+            for first, second, cap in zip(counts, more, self.caps)  # noqa: B905 (more has no end)
+        )
 
     def take(self, sub_pool: int, count: int) -> np.ndarray:
         """Makes that many holes live; `make_room` came before. Returns int64 addresses."""
         band = self.bands[sub_pool]
         left = band.hole_count - count
-        addresses = band.holes[left : band.hole_count].astype(np.int64)
+        addresses = band.holes[left : band.hole_count].copy()
         self.ledger.apply(sub_pool, addresses, GRANT)
         band.hole_count = left
         return addresses
@@ -141,7 +155,7 @@ class Layout:
     def unpin(self, sub_pool: int, address: int, user: object) -> None:
         """Ends a pin; see `Ledger.unpin`."""
         if self.ledger.unpin(sub_pool, address, user):
-            self.bands[sub_pool].push(np.array([address], np.int32))
+            self.bands[sub_pool].push(np.array([address]))
 
     def make_room(self, demand: Sequence[int]) -> list[Batch]:
         """Sees to it that every band has at least `demand[i]` holes.
@@ -219,7 +233,7 @@ class Layout:
         for start, stop, step in ((lo, band.lo, 1), (band.hi, hi, -1)):
             if start < stop:
                 self.ledger.apply(index, slice(start, stop), GROW)
-                band.push(np.arange(start, stop, dtype=np.int32)[::step])
+                band.push(np.arange(start, stop)[::step])
         band.lo, band.hi = lo, hi
 
     def _trim(self) -> None:
@@ -240,7 +254,7 @@ class Layout:
     def _rearrange(self, demand: Sequence[int]) -> list[Batch]:
         states = self.ledger.states
         occupied = [
-            np.flatnonzero(states[index][band.lo : band.hi] != HOLE) + band.lo
+            _places(states[index][band.lo : band.hi] != HOLE, band.lo)
             for index, band in enumerate(self.bands)
         ]
         counts = [len(held) + count for held, count in zip(occupied, demand, strict=True)]
@@ -288,7 +302,7 @@ class Layout:
         for start, stop in ((lo, min(hi, band.lo)), (max(lo, band.hi), hi)):
             if start < stop:
                 self.ledger.apply(index, slice(start, stop), GROW)
-        holes = np.flatnonzero(states[lo:hi] == HOLE) + lo
+        holes = _places(states[lo:hi] == HOLE, lo)
         # Units from above go to the lowest holes and units from below to the highest, away from
         # the neighbour that pushes them.
         rank, left = len(occupied) - above, len(holes) - below
@@ -296,8 +310,7 @@ class Layout:
         self.ledger.move(index, sources, destinations)
         for start, stop in ((band.lo, min(band.hi, lo)), (max(band.lo, hi), band.hi)):
             if start < stop:
-                let_go = np.flatnonzero(states[start:stop] == HOLE) + start
-                self.ledger.apply(index, let_go, TRIM)
+                self.ledger.apply(index, _places(states[start:stop] == HOLE, start), TRIM)
         band.lo, band.hi, band.hole_count = lo, hi, 0
         if lo == hi:
             band.lo = band.hi = band.top if band.end == "high" else 0
@@ -346,6 +359,13 @@ def _shares(geometry: Geometry, caps: Sequence[int]) -> Targets:
             f"shares of {caps} units need {position} granules; there are {geometry.arena_granules}"
         )
     return shares
+
+
+def _places(is_wanted: np.ndarray, start: int) -> np.ndarray:
+    """The addresses from `start` on for which the flag is set."""
+    found = np.flatnonzero(is_wanted)
+    found += start
+    return found
 
 
 def _trimmed_end(view: memoryview, lo: int, hi: int) -> int:

@@ -1,13 +1,12 @@
 """Which id holds which unit: the mapping of each sub-pool, and the ids that are free.
 
 What it is: arrays over ids and addresses, and lists of what the device has not heard of yet. What
-it does not do: it decides nothing; the allocator calls it with ids that it has checked. Arrays that
-last are int32; ids and addresses on their way are int64, with which NumPy indexes three times as
-fast.
+it does not do: it decides nothing; the allocator calls it with ids that it has checked. Ids and
+addresses are int64 throughout: NumPy indexes with them three times as fast as with int32.
 
 Invariants (checked by `check`):
-  L7  a mapping and its owner agree: owner[mapping[id]] == id for every mapped id; absent and -1
-      elsewhere;
+  L7  a mapping and its owner agree: owner[mapping[id]] == id for every mapped id; other ids map to
+      absent, and the owner of a unit that no id holds means nothing;
   L8  sharers > 0 exactly for mapped ids;
   L9  uses[id] is the number of sub-pools that map the id; the free ids are those with 0 uses, once
       each.
@@ -19,7 +18,8 @@ import numpy as np
 
 from unimem_jax.errors import InvariantError, UsageError
 
-DROPPED = -1  # sharers of an id that was mapped in a sub-pool before and may not be again
+DROPPED = -1  # sharers of an id that was mapped in a sub-pool before in its present life
+_NOTHING = np.empty(0, np.int64)
 
 
 class IdSpace:
@@ -29,7 +29,7 @@ class IdSpace:
 
     def __init__(self, count: int):
         self.count = count
-        self.free = np.arange(count, dtype=np.int32)[::-1].copy()
+        self.free = np.arange(count, dtype=np.int64)[::-1].copy()
         self.free_view = memoryview(self.free)
         self.free_count = count
         self.uses = np.zeros(count, np.uint8)
@@ -38,7 +38,7 @@ class IdSpace:
     def take(self, count: int, uses: int) -> np.ndarray:
         """Hands out ids. Returns int64[count]."""
         left = self.free_count - count
-        ids = self.free[left : self.free_count].astype(np.int64)
+        ids = self.free[left : self.free_count].copy()
         self.free_count = left
         self.uses[ids] = uses
         return ids
@@ -102,6 +102,7 @@ class Table:
         "dirty_count",
         "ids",
         "mapping",
+        "marks",
         "owner",
         "sharers",
         "views",
@@ -110,11 +111,12 @@ class Table:
     def __init__(self, ids: IdSpace, unit_count: int):
         self.ids = ids
         self.absent = unit_count
-        self.mapping = np.full(ids.count, unit_count, np.int32)
-        self.owner = np.full(unit_count, -1, np.int32)
+        self.mapping = np.full(ids.count, unit_count, np.int64)
+        self.owner = np.full(unit_count, -1, np.int64)
         self.sharers = np.zeros(ids.count, np.int32)
-        self.dirty = np.empty(2 * ids.count, np.int32)  # with repeats
+        self.dirty = np.empty(ids.count, np.int64)  # with repeats
         self.dirty_count = 0
+        self.marks = np.empty(ids.count, np.int64)  # scratch: the last place of an id in `dirty`
         arrays = (self.mapping, self.owner, self.sharers, self.dirty)
         self.views: tuple[memoryview[int], ...] = tuple(memoryview(array) for array in arrays)
 
@@ -125,20 +127,24 @@ class Table:
         self.owner[addresses] = ids
         self.touch(ids)
 
+    def leave_out(self, ids: np.ndarray) -> None:
+        """Notes that fresh ids have nothing here; the device may know a page of a former life."""
+        self.sharers[ids] = 0
+        self.touch(ids)
+
     def move(self, sources: np.ndarray, destinations: np.ndarray) -> None:
         """Redirects the ids of moved units; sources and destinations are disjoint."""
         ids = self.owner[sources]
-        self.owner[sources] = -1
         self.owner[destinations] = ids
         self.mapping[ids] = destinations
         self.touch(ids)
 
     def touch(self, ids: np.ndarray) -> None:
-        """Notes that the device has to hear of these entries."""
-        if self.dirty_count + len(ids) > len(self.dirty):
-            self._drop_repeats()
-        self.dirty[self.dirty_count : self.dirty_count + len(ids)] = ids
+        """Notes that the device has to hear of these entries; of all, once there is no room."""
+        start = self.dirty_count
         self.dirty_count += len(ids)
+        if self.dirty_count <= len(self.dirty):
+            self.dirty[start : self.dirty_count] = ids
 
     def bind_one(self, id_: int, address: int) -> None:
         """`bind` for one id."""
@@ -148,18 +154,16 @@ class Table:
         sharers[id_] = 1
         self.touch_one(id_)
 
+    def leave_out_one(self, id_: int) -> None:
+        """`leave_out` for one id."""
+        self.views[2][id_] = 0
+        self.touch_one(id_)
+
     def touch_one(self, id_: int) -> None:
         """`touch` for one id."""
-        if self.dirty_count == len(self.dirty):
-            self._drop_repeats()
-        self.views[3][self.dirty_count] = id_
+        if self.dirty_count < len(self.dirty):
+            self.views[3][self.dirty_count] = id_
         self.dirty_count += 1
-
-    def _drop_repeats(self) -> None:
-        """Leaves every touched id once, so at least half of the room."""
-        ids = np.unique(self.dirty[: self.dirty_count])
-        self.dirty[: len(ids)] = ids
-        self.dirty_count = len(ids)
 
     def sharers_of(self, id_: int) -> int:
         """Sharers of one known id, DROPPED or 0 where it is not mapped."""
@@ -178,31 +182,35 @@ class Table:
         if np.count_nonzero(is_last) < len(ids):
             self.sharers[ids[sharers > 1]] -= 1
             ids = ids[is_last]
-        addresses = self.mapping[ids].astype(np.int64)
+        addresses = self.mapping[ids]
         self.mapping[ids] = self.absent
-        self.owner[addresses] = -1
         self.sharers[ids] = DROPPED
         return addresses, is_last
 
     def drop_one(self, id_: int) -> int:
         """`drop` for one id: the address set free, or absent."""
-        mapping, owner, sharers, _ = self.views
+        mapping, _, sharers, _ = self.views
         left = sharers[id_] - 1
         sharers[id_] = left or DROPPED
         if left:
             return self.absent
         address = mapping[id_]
         mapping[id_] = self.absent
-        owner[address] = -1
         self.touch_one(id_)
         self.ids.uses_view[id_] -= 1
         return address
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, addresses) touched since last taken, an id once; free ids are left out."""
-        ids = np.unique(self.dirty[: self.dirty_count]).astype(np.int64)
-        self.dirty_count = 0
-        ids = ids[self.ids.uses[ids] > 0]
+        """(ids, addresses) touched since last taken, each once; ids that are free are left out."""
+        count, self.dirty_count = self.dirty_count, 0
+        if not count:
+            return _NOTHING, _NOTHING
+        if count > len(self.dirty):
+            ids = np.flatnonzero(self.ids.uses)
+        else:
+            ids, ranks = self.dirty[:count], np.arange(count)
+            self.marks[ids] = ranks
+            ids = ids[(self.marks[ids] == ranks) & (self.ids.uses[ids] > 0)]
         return ids, self.mapping[ids]
 
     def check(self, held: np.ndarray) -> None:
@@ -211,8 +219,7 @@ class Table:
         addresses = self.mapping[ids]
         if not np.array_equal(np.sort(addresses), held):
             raise InvariantError("L7: the mapped addresses are not the live units")
-        owned = np.flatnonzero(self.owner >= 0)
-        if not np.array_equal(owned, held) or not np.array_equal(self.owner[addresses], ids):
+        if not np.array_equal(self.owner[addresses], ids):
             raise InvariantError("L7: mapping and owner disagree")
         if not np.array_equal(np.flatnonzero(self.sharers > 0), ids):
             raise InvariantError("L8: sharers are counted for other ids than the mapped ones")
