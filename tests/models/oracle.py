@@ -149,7 +149,7 @@ def write_folder(
     """A hub folder with these contents, in shards with their index, or in one file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    solid = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    solid = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
     if shards == 1:
         save_file(solid, folder / "model.safetensors")
         return folder
