@@ -212,16 +212,16 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
         return [_token_ids(text) for text in options.ids]
     try:
         is_piped = options.prompts == "-"
-        text = (
-            sys.stdin.buffer.read() if is_piped else Path(options.prompts).read_bytes()
-        ).decode()
+        text = (sys.stdin.buffer.read() if is_piped else Path(options.prompts).read_bytes()).decode(
+            "utf-8-sig"
+        )
     except OSError as error:
         raise UsageError(f"cannot read {options.prompts}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{options.prompts} is not UTF-8: byte {error.start} is {error.object[error.start]}"
         ) from error
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
         raise UsageError(f"{options.prompts} has no prompt: one line is one prompt")
     return lines

@@ -5,6 +5,7 @@ run at once in pools of fixed size that share the same bytes. It prints nothing.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ class Demonstration:
             ("arena", size_text(self.arena_bytes)),
             ("requests", f"{len(self.prompts)}"),
             ("running, mean and most", f"{run.running_mean:.1f} and {run.running_max}"),
+            ("steps", f"{run.steps}"),
             ("tokens per second", f"{run.tokens_per_second:,.0f}"),
             ("moved units", f"{run.moved_units:,} ({size_text(run.moved_bytes)})"),
             ("retractions", f"{run.retractions}"),
@@ -135,12 +137,12 @@ def demonstrate(engine: Engine, on_step: Callable[[int], object]) -> Demonstrati
         for index, prompt in zip(indices, prompts, strict=True)
     )
     lengths = [(one.prompt_tokens, len(one.token_ids)) for one in completions]
-    best, tried = None, 0
-    try:
+    best, tried, default = None, 0, None
+    # Pools that cannot hold the longest request are refused.
+    with suppress(UsageError):
         _, best, tried = best_split(lengths, engine.plan, engine.limits)
+    with suppress(UsageError):
         default = simulate(lengths, engine.plan, engine.limits, default_split(engine.plan))
-    except UsageError:  # its pools cannot hold the longest request
-        default = None
     return Demonstration(
         prompts=prompts, completions=completions, statistics=engine.statistics(),
         arena_bytes=engine.plan.arena_bytes,

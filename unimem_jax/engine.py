@@ -126,8 +126,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request runs or waits."""
-        return not self._served
+        """Whether no request runs or waits, and `step` has nothing left to return."""
+        return not self._served and all(piece.index in self._streamed for piece in self._unread)
 
     def generate(
         self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
@@ -165,7 +165,7 @@ class Engine:
             return self._submit(served)
 
     def abort(self, index: int) -> None:
-        """Gives up a request and frees its memory.
+        """Gives up a request, what it generated and nobody read yet, and its memory.
 
         Raises:
           UsageError: no request of this index runs or waits.
@@ -174,13 +174,14 @@ class Engine:
             raise UsageError(f"no request {index} runs or waits")
         with interrupts_held():
             self._leave(index)
+            self._read(lambda unread: unread == index)
 
     def step(self) -> list[Piece]:
         """Runs one step. Returns what was added to requests of `submit`, in order of admission.
 
         If the device program fails, its error is raised; all requests wait then, none is lost.
         """
-        if not self.is_idle:
+        if self._served:
             self._advance()
         return self._read(lambda index: index not in self._streamed)
 
@@ -193,7 +194,8 @@ class Engine:
         """
         for shape in self.shapes():
             packet, _ = blank(shape, self.memory.tables.words, self.memory.rows)
-            self._dispatch((packet,))
+            with self._unbroken():
+                self._dispatch((packet,))
             if on_program is not None:
                 on_program(1)
         jax.block_until_ready(self._device)
@@ -255,13 +257,19 @@ class Engine:
     def _advance(self) -> None:
         """One step; what it added is kept for whoever runs the request."""
         began = time.perf_counter()
+        with self._unbroken():
+            self._step()
+            self._seconds += time.perf_counter() - began
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Holds interrupts back (E4); starts anew where a program failed and took the arena."""
         with interrupts_held():
             try:
-                self._unread += self._step()
+                yield
             except BaseException:
                 self._restart()
                 raise
-            self._seconds += time.perf_counter() - began
 
     def _read(self, is_asked: Callable[[int], bool]) -> list[Piece]:
         found = [piece for piece in self._unread if is_asked(piece.index)]
@@ -275,7 +283,7 @@ class Engine:
         self.queue.submit(served)
         return served.index
 
-    def _step(self) -> list[Piece]:
+    def _step(self) -> None:
         memory = self.memory
         decided = schedule(self.queue, memory.prices, room(memory), self.limits)
         if not decided.work:
@@ -297,11 +305,9 @@ class Engine:
             tokens = np.asarray(out.sampled).tolist()  # waits for the device
             sampled |= {id(item): token for (item, _), token in zip(batch, tokens, strict=False)}
         memory.retire(memory.ticket)
-        return [
-            self._accept(served, sampled[id(served)])
-            for served, _ in decided.work
-            if served.computed == served.known
-        ]
+        for served, _ in decided.work:
+            if served.computed == served.known:
+                self._unread.append(self._accept(served, sampled[id(served)]))
 
     def _run_batch(self, batch: Sequence[tuple[Served, int]]) -> StepOut:
         """Dispatches one batch in the smallest of the compiled shapes that holds it."""

@@ -309,9 +309,7 @@ class Memory:
         return self.tables.bucket(tokens)
 
     def upkeep(self, room: int = 0) -> list[Packet]:
-        """Packets for all pending moves, and for table changes beyond the `room` of the packet that
-        follows.
-        """
+        """Packets for pending moves, and for table changes beyond the `room` of the next packet."""
         return self.pending.upkeep(room)
 
     @property
@@ -322,6 +320,8 @@ class Memory:
     def retire(self, ticket: int) -> None:
         """Notes that the step of `ticket`, and all before it, have finished on the device."""
         ledger = self.allocator.ledger
+        if ticket > ledger.dispatched:
+            raise UsageError(f"ticket {ticket} was never given out; the last is {self.ticket}")
         for finished in range(ledger.retired + 1, ticket + 1):
             ledger.retire(finished)
 

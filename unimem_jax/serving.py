@@ -101,16 +101,16 @@ class Served(Generation):
 
     def accept(self, token: int) -> Piece:
         """Takes the next token and says what it adds."""
-        self.tokens.append(token)
-        self.known += 1
         reason = "stop" if token in self.stop_ids else None
         text = "" if self.stream is None or reason else self.stop.push(self.stream.push([token]))
+        if reason is None and self.known + 1 == self.prompt_tokens + self.max_new:
+            reason = "length"
+        if (reason or self.stop.is_found) and self.stream is not None:
+            text += self.stop.push(self.stream.end()) + self.stop.end()
         if self.stop.is_found:
             reason = "stop"
-        elif reason is None and self.known == self.prompt_tokens + self.max_new:
-            reason = "length"
-        if reason and self.stream is not None:
-            text += self.stop.push(self.stream.end()) + self.stop.end()
+        self.tokens.append(token)
+        self.known += 1
         return Piece(self.index, (token,), None if self.stream is None else text, reason)
 
 

@@ -132,7 +132,10 @@ def default_split(plan: Plan) -> Split:
 def best_split(
     lengths: Sequence[tuple[int, int]], plan: Plan, limits: Limits
 ) -> tuple[Split, Simulated, int]:
-    """The split of a plan's bytes under which most of these requests run at once.
+    """The split of a plan's bytes that ends these requests in the fewest steps.
+
+    Steps, and not how many run at once: that figure also counts those that compute again what a
+    retraction took from them.
 
     A split is named by how many requests its state is made for, and by how many tenths of those
     have full windows at once; whole context gets the rest. From the best of a coarse grid the
@@ -160,7 +163,7 @@ def best_split(
                 found[split] = simulate(lengths, plan, limits, split)
             except UsageError:  # one of the requests alone is too long for it
                 return 0.0
-        return found[split].running_mean
+        return 1 / found[split].steps
 
     counts = np.unique(np.geomspace(1, most, COARSE_COUNTS).round().astype(int)).tolist()
     start = max(itertools.product(counts, COARSE_TENTHS), key=lambda named: score(*named))
@@ -172,7 +175,7 @@ def best_split(
         start = max(around, key=lambda named: score(*named))
     if not found:
         raise UsageError(f"no split of {plan.arena_bytes:,} bytes holds each of the requests")
-    split = max(found, key=lambda split: (found[split].running_mean, -found[split].steps))
+    split = min(found, key=lambda split: (found[split].steps, found[split].computed_tokens))
     return split, found[split], len(found)
 
 

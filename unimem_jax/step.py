@@ -158,6 +158,10 @@ class _Program:
         if fresh.keys() != wanted.keys():
             wrong = ", ".join(f"{site}.{name}" for site, name in fresh.keys() ^ wanted.keys())
             raise UsageError(f"the model's fresh parts differ from those it declared: {wrong}")
+        for (site, name), value in fresh.items():
+            shape = wanted[site, name].shape
+            if value.shape[2:] != shape:
+                raise UsageError(f"{site}.{name} is {shape} per token, not {value.shape[2:]}")
         return {
             key: value.astype(STORED_DTYPES[wanted[key].dtype]).reshape(-1, *wanted[key].shape)
             for key, value in fresh.items()

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from unimem_jax.errors import UsageError
 from unimem_jax.pallas_kernels.move_units import Implementation, move_units
 from unimem_jax.pallas_kernels.rows import gather_pages, scatter_rows
 from unimem_jax.plan import GRANULE_WORDS, Lane, Plan, SubPool
@@ -73,6 +74,11 @@ class PackedStore:
         pool, lane = self.plan.locate(key)
         view = arena.reshape(-1, SLOT_ROW_WORDS)
         rows = _state_rows(pool, lane, addresses, view.shape[0])
+        if values.shape[1:] != lane.part.shape:
+            site, name = key
+            raise UsageError(
+                f"{site}.{name} is {lane.part.shape} per request, not {values.shape[1:]}"
+            )
         words = pack(values, lane.part)
         spare = rows.shape[1] * SLOT_ROW_WORDS - words.shape[1]
         words = jnp.pad(words, ((0, 0), (0, spare))).reshape(-1, SLOT_ROW_WORDS)
