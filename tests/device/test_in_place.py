@@ -94,7 +94,7 @@ def read_without_a_tie(self, site, name):
 
 
 def test_the_check_catches_a_state_that_is_read_without_a_tie(monkeypatch):
-    monkeypatch.setattr(Views, "read")
+    monkeypatch.setattr(Views, "read", read_without_a_tie)
     with pytest.raises(AssertionError, match="is copied"):
         assert_step_in_place(steps("state only"), Case(2, 1, 0))
 
