@@ -5,11 +5,12 @@ module knows no architecture: a family says which tensors it wants, and asks for
 
 H1  Opening a folder reads no tensor, yet finds every file that is not what it claims to be: all
     headers are read, and index and shards agree on where each tensor lies.
-H2  A tensor is a read-only view of its file; only a change of dtype copies it. So the host never
-    holds more than the file's cached pages and one converted tensor.
+H2  A tensor is a read-only view of its file; only a change of dtype copies it. What was read before
+    is given back to the system's cache, so that a reader who keeps no tensor holds one at a time.
 """
 
 import json
+import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,24 +205,28 @@ class _File:
             # The reader of the format refuses headers that lie about bytes, so we need not.
             with safe_open(path, framework="np"):
                 pass
-            self._bytes = np.memmap(path, np.uint8, "r")
+            with path.open("rb") as opened:
+                self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             reason = error.strerror or str(error)
             raise UsageError(f"cannot read {path}: {reason}") from error
         except SafetensorError as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UsageError(f"{path} is not a readable safetensors file: {reason}") from error
-        length = int.from_bytes(self._bytes[:8].tobytes(), "little")
-        self._start = 8 + length
-        header = json.loads(self._bytes[8 : self._start].tobytes())
+        self._start = 8 + int.from_bytes(self._map[:8], "little")
+        header = json.loads(self._map[8 : self._start])
         header.pop("__metadata__", None)
         self.codes = {name: str(entry["dtype"]) for name, entry in header.items()}
         self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
         self._offsets = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
 
     def view(self, name: str, dtype: np.dtype) -> np.ndarray:
+        # Read-only pages come back by themselves where somebody still looks at them.
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
         begin, end = (self._start + offset for offset in self._offsets[name])
-        return np.asarray(self._bytes)[begin:end].view(dtype).reshape(self.shapes[name])
+        stored = np.frombuffer(self._map, np.uint8)[begin:end]
+        return stored.view(dtype).reshape(self.shapes[name])
 
     def byte_count(self, name: str) -> int:
         begin, end = self._offsets[name]

@@ -1,6 +1,8 @@
 """Folders of the hub: what is read, and which of them are refused before anything is."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -49,6 +51,34 @@ def test_a_tensor_is_a_read_only_view_of_its_file(sharded):
     with pytest.raises(ValueError, match="read-only"):
         found[0, 0] = 1
     assert np.shares_memory(found, folder.tensor("a.weight", np.float16))
+
+
+READ_ALL = """
+import resource, sys
+from unimem_jax.models.folder import Folder
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+folder = Folder(sys.argv[1])
+before, peak = resident_bytes(), 0
+kept = folder.tensor(folder.names[0])
+for name in folder.names:
+    assert folder.tensor(name).sum() == 1 << 20
+    peak = max(peak, resident_bytes())
+assert kept.sum() == 1 << 20
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
+def test_reading_all_tensors_holds_one_at_a_time(tmp_path):
+    tensors = {str(at): np.ones(1 << 20, np.float32) for at in range(16)}
+    folder = write_folder(tmp_path, {}, tensors)
+    command = [sys.executable, "-c", READ_ALL, folder]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 16 << 20, "more than a quarter of the 64 MiB was held at once"
 
 
 def test_a_change_of_dtype_is_a_copy(sharded):
