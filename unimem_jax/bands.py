@@ -121,7 +121,8 @@ def fits(geometry: Geometry, counts: Sequence[int]) -> bool:
 def packed_fits(geometry: Geometry, counts: Sequence[int], more: Iterable[int] = NO_MORE) -> bool:
     """`fits` of the sums of `counts` and `more`, without its checks, for the hot path."""
     position = 0
-    for (unit, top), first, second in zip(geometry.grids, counts, more):  # noqa: B905 (callers check)
+    # Callers have checked the lengths.
+    for (unit, top), first, second in zip(geometry.grids, counts, more):  # noqa: B905
         count = first + second
         if count:
             if top:
