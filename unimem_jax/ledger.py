@@ -113,11 +113,11 @@ class Ledger:
             view[addresses] = following
             return
         states = self.states[sub_pool]
-        following = states[addresses].tobytes().translate(_ROWS[event])
-        if REFUSED in following:
-            refused = np.arange(len(states))[addresses][following.index(REFUSED)]
+        reached = states[addresses].tobytes().translate(_ROWS[event])
+        if REFUSED in reached:
+            refused = np.arange(len(states))[addresses][reached.index(REFUSED)]
             self._refuse(sub_pool, int(refused), event)
-        states[addresses] = np.frombuffer(following, np.uint8)
+        states[addresses] = np.frombuffer(reached, np.uint8)
 
     def _refuse(self, sub_pool: int, address: int, event: int) -> NoReturn:
         blame = UsageError if event in CALLER_EVENTS else InvariantError
