@@ -45,6 +45,7 @@ type Memory = Float[Array, "requests heads key value"]
 type Mixed = Float[Array, "requests tokens heads value"]
 
 
+@jax.jit  # layers of one shape are traced once, here and below
 def short_convolution(
     inputs: Float[Array, "requests tokens channels"],
     taps: Float[Array, "taps channels"],
@@ -70,6 +71,7 @@ def short_convolution(
     return outputs, kept.astype(tail.dtype)
 
 
+@jax.jit
 def delta_rule(tokens: Tokens, memory: Memory) -> tuple[Mixed, Memory]:
     """The recurrence over T >= 1 tokens from `memory`: outputs, and the memory after the last."""
     if tokens.query.shape[1] == 1:
@@ -165,6 +167,7 @@ def _kept_between(total: Array) -> Array:
     return jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))
 
 
+@jax.jit
 def unit(x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
     """Scales the last axis to length 1, in float32."""
     x = x.astype(jnp.float32)

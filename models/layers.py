@@ -8,6 +8,7 @@ M2  Rank and dtype never change implicitly: all of it runs under strict promotio
     promotion an error.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from unimem_jax.spec import Lifetime, Part, PartKey, Site
 NORM_EPSILON = 1e-6
 
 
+@partial(jax.jit, static_argnames="epsilon")  # layers of one shape are traced once, here and below
 def normalise(
     x: Float[Array, "*batch channels"], epsilon: float = NORM_EPSILON
 ) -> Float[Array, "*batch channels"]:
@@ -30,6 +32,7 @@ def normalise(
     return (wide * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype)
 
 
+@partial(jax.jit, static_argnames="base")
 def rotate(
     x: Float[Array, "requests tokens heads head"],
     positions: Int32[Array, "requests tokens"],

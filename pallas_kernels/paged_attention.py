@@ -13,8 +13,10 @@ A2. A query that sees nothing gives zeros.
 A3. Softmax and both products accumulate in float32.
 """
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float
@@ -63,14 +65,27 @@ def attend(
     """
     _require_options(query, fresh, valid, window=window, sinks=sinks, soft_cap=soft_cap)
     _require_past(query, fresh, past, past_mask)
+    parts = [(fresh, _fresh_mask(valid, window))]
+    if past is not None and past_mask is not None:
+        parts.insert(0, (past, past_mask))
+    return _attend(query, tuple(parts), sinks, scale, soft_cap)
+
+
+@partial(jax.jit, static_argnames=("scale", "soft_cap"))  # layers of one shape are traced once
+def _attend(
+    query: Array,
+    parts: tuple[tuple[Tokens, Array], ...],
+    sinks: Array | None,
+    scale: float,
+    soft_cap: float | None,
+) -> Array:
+    """Attention over all parts, each with its mask, under one softmax."""
     requests, new, query_heads, head = query.shape
+    fresh = parts[-1][0]
     key_heads, value_head = fresh.value.shape[2:]
     grouped = query.reshape(requests, new, key_heads, query_heads // key_heads, head)
     grouped = jnp.swapaxes(grouped, 1, 2)
 
-    parts = [(fresh, _fresh_mask(valid, window))]
-    if past is not None and past_mask is not None:
-        parts.insert(0, (past, past_mask))
     scores = [_scores(grouped, part.key, mask, scale, soft_cap) for part, mask in parts]
     top = jnp.float32(FLOOR)
     for score in scores:

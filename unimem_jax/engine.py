@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from unimem_jax.allocator import UNIFIED, Split
@@ -28,10 +27,11 @@ from unimem_jax.errors import InvariantError, UsageError, require_positive
 from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet, Shape, blank, step_shape, upkeep_shape
 from unimem_jax.plan import plan
+from unimem_jax.programs import Programs
 from unimem_jax.sampling import Sampling
 from unimem_jax.schedule import Limits, Queue, batches, room, schedule
 from unimem_jax.serving import Completion, Intake, Piece, Prompt, Served, joined
-from unimem_jax.step import Model, StepOut, step
+from unimem_jax.step import Model, StepOut
 from unimem_jax.text import ByteText, Tokenizer
 
 CONTEXT_TOKENS = 4096  # of a model that names no longest sequence
@@ -114,14 +114,7 @@ class Engine:
         self._steps = self._running_sum = self._running_max = 0
         self._retractions = self._computed = self._recomputed = self._generated = 0
         self._seconds = 0.0
-        # Modules and nested dictionaries stay outside; only a flat list crosses at every step.
-        leaves, structure = jax.tree.flatten(params)
-        self._leaves = jax.device_put(leaves)
-        run = step(model, self.plan)
-        self._run = jax.jit(
-            lambda flat, device, packet: run(jax.tree.unflatten(structure, flat), device, packet),
-            donate_argnums=1,
-        )
+        self._run = Programs(model, params, self.plan)
         self._start_memory()
 
     @property
@@ -192,13 +185,9 @@ class Engine:
           on_program: told 1 after each program.
         Cost: one compilation per shape that is not in JAX's cache, seconds each for a real model.
         """
-        for shape in self.shapes():
-            packet, _ = blank(shape, self.memory.tables.words, self.memory.rows)
-            with self._unbroken():
-                self._dispatch((packet,))
-            if on_program is not None:
-                on_program(1)
-        jax.block_until_ready(self._device)
+        memory = self.memory
+        packets = [blank(shape, memory.tables.words, memory.rows)[0] for shape in self.shapes()]
+        self._run.compile(self._device, packets, on_program)
 
     def shapes(self) -> list[Shape]:
         """The static shapes of all packets that this engine dispatches."""
@@ -323,7 +312,7 @@ class Engine:
 
     def _dispatch(self, packets: Sequence[Packet]) -> StepOut:
         for packet in packets:
-            self._device, out = self._run(self._leaves, self._device, packet)
+            self._device, out = self._run(self._device, packet)
         return out
 
     def _accept(self, served: Served, token: int) -> Piece:

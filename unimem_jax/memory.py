@@ -34,7 +34,7 @@ from unimem_jax.page_tables import tables_of
 from unimem_jax.pending import Pending
 from unimem_jax.plan import Plan
 from unimem_jax.price import Demand, Prices, add, less
-from unimem_jax.requests import Request, Work
+from unimem_jax.requests import Batch, Request, Rows, Work
 
 if TYPE_CHECKING:
     from unimem_jax.step import DeviceState
@@ -70,9 +70,8 @@ class Memory:
         self.fused_steps = fused_steps
         self.allocator = Allocator(plan.geometry, layout)
         self.tables = tables_of(plan, rows, self.prices.pages(context_tokens))
-        self._free_rows = list(range(rows))[::-1]
-        self._requests: dict[int, Request] = {}
         self.pending = Pending(plan, self.tables, rows, self.allocator)
+        self._columns = Rows(rows, len(plan.slot_pools))
 
     def init(self, store: Any = None) -> "DeviceState":
         """Fresh device state: the arena, the tables and the last tokens."""
@@ -83,7 +82,7 @@ class Memory:
     @property
     def free_rows(self) -> int:
         """Rows that no request holds."""
-        return len(self._free_rows)
+        return len(self._columns.free)
 
     def fits(self, demand: Sequence[int]) -> bool:
         """Whether `demand` more units of each sub-pool fit beside what is held and committed."""
@@ -106,11 +105,9 @@ class Memory:
         words = int32(list(options), "sampling words")
         if words.shape != (OPTION_WORDS,):
             raise UsageError(f"sampling takes {OPTION_WORDS} words, not {len(options)}")
-        if not self._free_rows:
+        if not self.free_rows:
             raise OutOfMemory(f"all {self.rows} request rows are in use")
-        request = Request(self._free_rows.pop(), limit, words)
-        self._requests[request.row] = request
-        return request
+        return self._columns.take(words, limit)
 
     def admit(
         self, prompt_tokens: int, max_new: int, options: Sequence[int] = GREEDY_WORDS
@@ -144,45 +141,6 @@ class Memory:
                 f"{self.plan.arena_bytes:,} bytes"
             )
 
-    def _grow(self, growths: Sequence[tuple[Request, int]], fused: bool = False) -> None:
-        """Grants what every request needs for its next tokens, all or nothing.
-
-        The caller dispatches those tokens: growing twice for the same ones would grant twice.
-        """
-        if len({request.row for request, _ in growths}) < len(growths):
-            raise UsageError("a request takes part in a step once")
-        demand = covered = (0,) * len(self.plan.sub_pools)
-        growing = []
-        for request, count in growths:
-            is_ours = self._requests.get(request.row) is request
-            if not is_ours or count < 0 or request.length + count > request.limit:
-                state = f"of {request.limit} tokens at most" if is_ours else "that was freed"
-                raise UsageError(f"a request {state} cannot grow from {request.length} by {count}")
-            if 0 < request.length + count <= len(request.ids) * self.plan.page_tokens:
-                continue  # within pages that it holds already
-            growing.append((request, count))
-            growth = self.prices.growth(request.length, request.length + count, fused)
-            demand = add(demand, growth)
-            if request.peak is not None:
-                covered = add(covered, tuple(map(min, growth, self._uncovered(request))))
-        if not growing:
-            return
-        uncovered = less(demand, covered)
-        self.allocator.commit(uncovered)
-        try:
-            self.allocator.make_room(demand)
-        except OutOfMemory:  # pins are in the way
-            self.allocator.uncommit(uncovered)
-            raise
-        for request, count in growing:
-            self._grant(request, count, fused)
-
-    def settle(self, requests: Sequence[Request]) -> None:
-        """Drops, after their step was dispatched, the window pages that no later query sees."""
-        for request in requests:
-            if request.length >= request.settle_at:
-                self._settle(request)
-
     def run(
         self, work: Sequence[Work], *, rows: int | None = None, tokens: int | None = None,
         pages: int | None = None,
@@ -199,26 +157,35 @@ class Memory:
         Raises:
           OutOfMemory, UsageError: before anything changed.
         """
-        work = list(work)
-        rows = max(1, len(work)) if rows is None else rows
-        tokens = max([1, *(item.count for item in work)]) if tokens is None else tokens
-        past = max((item.request.length for item in work), default=0)
-        pages = self.bucket_pages(past) if pages is None else pages
+        batch = self._columns.batch(list(work))
+        rows = max(1, len(batch.rows)) if rows is None else rows
+        tokens = max(1, batch.most_tokens) if tokens is None else tokens
+        pages = self.bucket_pages(batch.past_tokens) if pages is None else pages
         require_positive(rows=rows, tokens=tokens)
         require_counts(pages=pages)
-        ids = [item.token_ids() for item in work]
-        if len(work) > rows or any(item.count > tokens for item in work):
+        if len(batch.rows) > rows or batch.most_tokens > tokens:
             raise UsageError(f"the work does not fit a packet of {rows} rows of {tokens} tokens")
-        if past > pages * self.plan.page_tokens:
-            raise UsageError(f"{pages} pages do not cover a past of {past} tokens")
-        self._grow([(item.request, item.count) for item in work])
+        if batch.past_tokens > pages * self.plan.page_tokens:
+            raise UsageError(f"{pages} pages do not cover a past of {batch.past_tokens} tokens")
+        self._grow(batch)
         shape = step_shape(self.plan, rows, tokens, pages)
         packets = self.upkeep(room=shape.updates)
-        packets.append(self.pending.step_packet(shape, work, ids))
-        for item in work:
-            item.advance()
-        self.settle([item.request for item in work])
+        packets.append(self.pending.step_packet(shape, batch))
+        self._columns.advance(batch)
+        self._settle(batch)
         return tuple(packets)
+
+    def skip(self, work: Sequence[Work]) -> None:
+        """As `run`, but writes no packets: for simulations, which have no device.
+
+        Raises:
+          OutOfMemory, UsageError: before anything changed.
+        """
+        batch = self._columns.batch(list(work))
+        self._grow(batch)
+        self.pending.forget()
+        self._columns.advance(batch)
+        self._settle(batch)
 
     def prefill(self, request: Request, tokens: Sequence[int]) -> tuple[Packet, ...]:
         """Packets that run an admitted request's prompt in chunks; the last samples.
@@ -268,41 +235,34 @@ class Memory:
                 f"decode runs 1 to {self.fused_steps} steps of at least one request, "
                 f"not {steps} of {len(requests)}"
             )
-        for request in requests:
-            request.require_sampled()
-        counts = [min(steps, request.limit - request.length) for request in requests]
-        self._grow(list(zip(requests, counts, strict=True)), fused=True)
-        pages = self.bucket_pages(max(request.length for request in requests) + steps)
-        shape = step_shape(self.plan, len(requests), 1, pages)
+        first = self._columns.batch([Work(request, 0) for request in requests])
+        self._columns.require_sampled(first.rows)
+        counts = np.minimum(steps, self._columns.limit[first.rows] - first.lengths)
+        self._grow(first.of_counts(counts), fused=True)
+        shape = step_shape(
+            self.plan, len(requests), 1, self.bucket_pages(first.past_tokens + steps)
+        )
         packets = [Packet(p.words[None], p.shape) for p in self.upkeep(room=shape.updates)]
         stacked = []
         for index in range(steps):
-            work = [
-                Work(request, int(index < count))
-                for request, count in zip(requests, counts, strict=True)
-            ]
-            ids = [item.token_ids() for item in work]
-            stacked.append(self.pending.step_packet(shape, work, ids).words)
-            for item in work:
-                item.advance()
-        self.settle(requests)
+            batch = first.of_counts((index < counts).astype(np.int64))
+            stacked.append(self.pending.step_packet(shape, batch).words)
+            self._columns.advance(batch)
+        self._settle(first)
         return (*packets, Packet(np.stack(stacked), shape))
 
     def free(self, request: Request) -> None:
         """Gives back all that a request holds, to be granted again at once, and its row."""
-        if self._requests.get(request.row) is not request:
-            raise UsageError("the request was freed already")
+        slots = request.slots  # or raises: it was freed already
         if request.peak is not None:
             self.allocator.uncommit(self._uncovered(request))
         for pool in self.plan.token_pools:
             held = request.first.get(pool.index, 0)
             ids = request.mapped(pool.index, held, len(request.ids))
             self.allocator.drop(ids, pool.index)
-        for pool, slot in zip(self.plan.slot_pools, request.slots, strict=False):
+        for pool, slot in zip(self.plan.slot_pools, slots, strict=False):
             self.allocator.drop([slot], pool.index)
-        request.is_open = False
-        del self._requests[request.row]
-        self._free_rows.append(request.row)
+        self._columns.give(request)
 
     def bucket_pages(self, tokens: int) -> int:
         """Page-table columns that a compiled shape reads for a past of `tokens`."""
@@ -336,7 +296,7 @@ class Memory:
           InvariantError: naming the invariant.
         """
         self.allocator.check()
-        for request in self._requests.values():
+        for request in filter(None, self._columns.holders):
             for pool in self.plan.token_pools:
                 first = request.first.get(pool.index, 0)
                 wanted = self.prices.first_page(pool.lifetime, request.length)
@@ -356,33 +316,73 @@ class Memory:
         held = []
         for pool in self.plan.sub_pools:
             if pool.is_slot:
-                held.append(int(bool(request.slots)))
+                held.append(int(request.has_slots))
             else:
                 held.append(request.held(pool.index))
         return tuple(max(0, peak - count) for peak, count in zip(request.peak, held, strict=True))
 
-    def _grant(self, request: Request, count: int, fused: bool) -> None:
+    def _grow(self, batch: Batch, fused: bool = False) -> None:
+        """Grants what every request needs for its next tokens, all or nothing.
+
+        The caller dispatches those tokens: growing twice for the same ones would grant twice.
+        """
+        targets = batch.lengths + batch.counts
+        growing = np.flatnonzero(targets > self._columns.capacity[batch.rows]).tolist()
+        if not growing:
+            return
+        demand = covered = (0,) * len(self.plan.sub_pools)
+        for at in growing:
+            request, target = batch.requests[at], int(targets[at])
+            growth = self.prices.growth(request.length, target, fused)
+            demand = add(demand, growth)
+            if request.peak is not None:
+                covered = add(covered, tuple(map(min, growth, self._uncovered(request))))
+        uncovered = less(demand, covered)
+        self.allocator.commit(uncovered)
+        try:
+            self.allocator.make_room(demand)
+        except OutOfMemory:  # pins are in the way
+            self.allocator.uncommit(uncovered)
+            raise
+        for at in growing:
+            self._grant(batch.requests[at], int(targets[at]), fused)
+
+    def _grant(self, request: Request, target: int, fused: bool) -> None:
         """Takes ids and units that are committed and for which `make_room` has made room."""
-        if count and not request.slots:
-            request.slots = [self.allocator.grant_slot(pool.index) for pool in self.plan.slot_pools]
-        target = request.length + count
-        start = len(request.ids)
+        columns, row, start = self._columns, request.row, len(request.ids)
+        if not request.has_slots:
+            slots = [self.allocator.grant_slot(pool.index) for pool in self.plan.slot_pools]
+            columns.slots[row], request.has_slots = slots, True
         for pages, pools in self.prices.additions(start, request.length, target, fused):
-            ids = self.allocator.grant_pages(len(pages), pools).tolist() if pools else ()
+            ids = self._grant_pages(len(pages), pools)
             request.ids.extend(ids or [0] * len(pages))
-            self.pending.set_pages(request.row, pages.start, ids)
+            self.pending.set_pages(row, pages.start, ids)
             for pool in self.plan.token_pools:
                 if pool.index not in pools:
                     request.gaps[pool.index] = range(start, pages.stop)
+        held = len(request.ids) if self.plan.token_pools else self.prices.pages(request.limit)
+        columns.capacity[row] = held * self.plan.page_tokens
 
-    def _settle(self, request: Request) -> None:
+    def _grant_pages(self, count: int, pools: list[int]) -> list[int]:
+        if not pools:
+            return []
+        if count == 1:  # of nearly every decode step; much cheaper than an array of one
+            return [self.allocator.grant_page(pools)]
+        return self.allocator.grant_pages(count, pools).tolist()
+
+    def _settle(self, batch: Batch) -> None:
+        """Drops, after their step was dispatched, the window pages that no later query sees."""
+        for at in np.flatnonzero(batch.lengths >= self._columns.settle_at[batch.rows]).tolist():
+            self._drop_unseen(batch.requests[at])
+
+    def _drop_unseen(self, request: Request) -> None:
         """Drops what windows no longer see, and notes when the next page leaves one."""
-        nearest = self.context_tokens + 1
+        nearest, length = self.context_tokens + 1, request.length
         for pool in self.plan.token_pools:
             if pool.lifetime.kind != "window":
                 continue
             held = request.first.get(pool.index, 0)
-            wanted = self.prices.first_page(pool.lifetime, request.length)
+            wanted = self.prices.first_page(pool.lifetime, length)
             last = min(wanted, len(request.ids))
             next_drop = (last + 1) * self.plan.page_tokens + pool.lifetime.tokens - 1
             nearest = min(nearest, next_drop)
@@ -390,10 +390,10 @@ class Memory:
                 continue
             ids = request.mapped(pool.index, held, last)
             covered = self._uncovered(request) if request.peak is not None else ()
-            self.allocator.drop(ids, pool.index)
+            self.allocator.drop(ids[0] if len(ids) == 1 else ids, pool.index)
             request.first[pool.index] = last
             request.gaps.pop(pool.index, None)
             if request.peak is not None:
                 # Less than what was dropped if a chunk had grown past the peak.
                 self.allocator.commit(less(self._uncovered(request), covered))
-        request.settle_at = nearest
+        self._columns.settle_at[request.row] = nearest

@@ -10,10 +10,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from unimem_jax.allocator import Allocator
-from unimem_jax.packet import UPKEEP_MOVES, UPKEEP_UPDATES, Packet, Shape, blank, upkeep_shape
+from unimem_jax.packet import (
+    LAST_TOKEN,
+    UPKEEP_MOVES,
+    UPKEEP_UPDATES,
+    Packet,
+    Shape,
+    blank,
+    upkeep_shape,
+)
 from unimem_jax.page_tables import Tables
 from unimem_jax.plan import Plan
-from unimem_jax.requests import Work
+from unimem_jax.requests import Batch
 
 
 class Pending:
@@ -57,24 +65,30 @@ class Pending:
             packets.append(packet)
         return packets
 
-    def step_packet(self, shape: Shape, work: Sequence[Work], ids: Sequence[np.ndarray]) -> Packet:
-        """One step packet: pending changes, and row by row what `work` does with tokens `ids`."""
+    def step_packet(self, shape: Shape, batch: Batch) -> Packet:
+        """One step packet: pending changes, and row by row what a batch does."""
         packet, words = self._blank(shape)
         self._write_changes(words, shape.updates)
-        count = len(work)
-        requests = [item.request for item in work]
-        words["row"][:count] = [request.row for request in requests]
-        words["position"][:count] = [request.length for request in requests]
-        words["count"][:count] = [item.count for item in work]
-        words["emit"][:count] = [item.emit and item.count > 0 for item in work]
-        words["start"][:count] = words["position"][:count] == 0
-        for at, (request, tokens) in enumerate(zip(requests, ids, strict=True)):
-            words["options"][at] = request.options
+        count, columns = len(batch.rows), batch.columns
+        if not count:
+            return packet
+        words["row"][:count] = batch.rows
+        words["position"][:count] = batch.lengths
+        words["count"][:count] = batch.counts
+        words["emit"][:count] = batch.emits & (batch.counts > 0)
+        words["start"][:count] = batch.lengths == 0
+        words["options"][:count] = columns.options[batch.rows]
+        words["tokens"][:count, 0] = np.where(batch.counts > 0, LAST_TOKEN, 0)
+        for at, tokens in batch.named.items():
             words["tokens"][at, : len(tokens)] = tokens
-        if shape.slots and requests:
-            none = [0] * shape.slots  # of a request without a token, which addresses nothing
-            words["slot"][:count] = [request.slots or none for request in requests]
+        words["slot"][:count] = columns.slots[batch.rows]
         return packet
+
+    def forget(self) -> None:
+        """Drops what the device has not heard of, where there is no device."""
+        self.allocator.take_moves()
+        self.allocator.take_changes()
+        self._changes.clear()
 
     def _blank(self, shape: Shape) -> tuple[Packet, dict[str, np.ndarray]]:
         """A fresh packet and the next ticket: packets run in the order they are made."""

@@ -1,16 +1,112 @@
-"""What the host keeps of one request's memory, and what a request does in one step.
+"""What the host keeps of the requests on one memory, and what they do in one step.
 
-Plain values without behaviour of their own: `Memory` alone changes a `Request`, and a `Work` is
-made for one step.
+What every step reads of every request lies in columns, one cell per request row, so that a step
+costs a few array operations and not a walk over objects. `Memory` alone changes any of it.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from unimem_jax.errors import UsageError
-from unimem_jax.packet import LAST_TOKEN, int32
+from unimem_jax.packet import OPTION_WORDS, int32
 from unimem_jax.price import Demand
+
+
+class Rows:
+    """Columns over request rows; a cell of a row that nobody holds means nothing.
+
+    Attributes:
+      length: int64[rows], tokens that dispatched steps consumed.
+      limit: int64[rows], most tokens that the request may grow to.
+      capacity: int64[rows], tokens up to which nothing more has to be granted.
+      settle_at: int64[rows], length from which on some window page is no longer seen.
+      has_sampled: bool[rows], whether the device holds the token that follows `length`.
+      options: int32[rows, 5], words of `Sampling.words()`.
+      slots: int32[rows, state sub-pools], slot ids; zeros before the first token.
+      holders: the request of each row, or None.
+      free: rows that nobody holds.
+    """
+
+    def __init__(self, count: int, slots: int):
+        self.length, self.limit, self.capacity, self.settle_at = np.zeros((4, count), np.int64)
+        self.has_sampled = np.zeros(count, np.bool_)
+        self.options = np.zeros((count, OPTION_WORDS), np.int32)
+        self.slots = np.zeros((count, slots), np.int32)
+        self.holders: list[Request | None] = [None] * count
+        self.free = list(range(count))[::-1]
+
+    def take(self, options: np.ndarray, limit: int) -> "Request":
+        """A request on a free row."""
+        row = self.free.pop()
+        self.length[row] = self.capacity[row] = self.settle_at[row] = self.slots[row] = 0
+        self.limit[row], self.has_sampled[row], self.options[row] = limit, False, options
+        request = self.holders[row] = Request(self, row)
+        return request
+
+    def give(self, request: "Request") -> None:
+        """Frees a request's row."""
+        self.holders[request.row] = None
+        self.free.append(request.row)
+
+    def batch(self, work: Sequence["Work"]) -> "Batch":
+        """What `work` does, in its order.
+
+        Raises:
+          UsageError: a request that was freed or is named twice, more tokens than its limit, a
+            negative count, or token ids that are not `count` numbers of 0 or more.
+        """
+        requests = [item.request for item in work]
+        rows = np.array([request.row for request in requests], np.int64)
+        if len(set(rows.tolist())) < len(rows):
+            raise UsageError("a request takes part in a step once")
+        counts = np.array([item.count for item in work], np.int64)
+        named = {
+            at: _named_tokens(item.tokens, item.count)
+            for at, item in enumerate(work)
+            if item.tokens is not None
+        }
+        emits = np.array([item.emit for item in work], np.bool_)
+        batch = Batch(self, requests, rows, counts, emits, named)
+        self._require_growth(batch)
+        follows = counts > 0
+        follows[list(named)] = False
+        if (counts[follows] > 1).any():
+            most = int(counts[follows].max())
+            raise UsageError(f"only one token can be the one sampled last, not {most}")
+        self.require_sampled(rows[follows])
+        return batch
+
+    def advance(self, batch: "Batch") -> None:
+        """Counts a batch's tokens as dispatched."""
+        runs = batch.counts > 0
+        self.length[batch.rows] += batch.counts
+        self.has_sampled[batch.rows[runs]] = batch.emits[runs]
+
+    def _require_growth(self, batch: "Batch") -> None:
+        """Raises UsageError for a request that was freed, or one that outgrows its limit."""
+        holders = [self.holders[row] for row in batch.rows.tolist()]
+        for holder, request in zip(holders, batch.requests, strict=True):
+            if holder is not request:
+                raise UsageError("a request that was freed cannot grow")
+        limits, targets = self.limit[batch.rows], self.length[batch.rows] + batch.counts
+        is_wrong = (batch.counts < 0) | (targets > limits)
+        if is_wrong.any():
+            at = int(np.argmax(is_wrong))
+            raise UsageError(
+                f"a request of {limits[at]} tokens at most cannot grow from "
+                f"{batch.requests[at].length} by {batch.counts[at]}"
+            )
+
+    def require_sampled(self, rows: np.ndarray) -> None:
+        """Raises UsageError unless the device holds the next token of each row's request.
+
+        Otherwise a step would go on from a token that an earlier request left in the row.
+        """
+        if not self.has_sampled[rows].all():
+            row = int(rows[np.argmin(self.has_sampled[rows])])
+            raise UsageError(f"the request of row {row} has sampled no next token: name it")
 
 
 @dataclass(slots=True, eq=False)
@@ -18,39 +114,48 @@ class Request:
     """One request's memory. Only `Memory` changes it.
 
     Attributes:
-      row: its row of the device's tables.
-      length: tokens that dispatched steps consumed.
-      limit: most tokens it may grow to.
+      rows, row: the columns, and its place in them.
       ids: page id of each page; 0 where no sub-pool ever held the page.
-      slots: slot id per state sub-pool; empty before the first token.
+      has_slots: whether it holds a slot of each state sub-pool: from the first token on.
       first: per token sub-pool index, the first page still held there.
       gaps: per window sub-pool index, pages [start, end) that a long chunk left out, until it is
         settled.
       peak: committed units per sub-pool in all, or None without a commitment.
-      has_sampled: whether the device holds the token that follows `length`.
-      settle_at: length from which on some window page is no longer seen.
     """
 
+    rows: Rows = field(repr=False)
     row: int
-    limit: int
-    options: np.ndarray
-    length: int = 0
     ids: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    has_slots: bool = False
     first: dict[int, int] = field(default_factory=dict)
     gaps: dict[int, range] = field(default_factory=dict)
     peak: Demand | None = None
-    has_sampled: bool = False
-    settle_at: int = 0
-    is_open: bool = True
 
-    def require_sampled(self) -> None:
-        """Raises UsageError unless the device holds the request's next token.
+    @property
+    def length(self) -> int:
+        """Tokens that dispatched steps consumed."""
+        return int(self.rows.length[self._held_row()])
 
-        Otherwise a step would go on from a token that an earlier request left in the row.
-        """
-        if not self.has_sampled:
-            raise UsageError(f"the request of row {self.row} has sampled no next token: name it")
+    @property
+    def limit(self) -> int:
+        """Most tokens it may grow to."""
+        return int(self.rows.limit[self._held_row()])
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether the device holds the token that follows `length`."""
+        return bool(self.rows.has_sampled[self._held_row()])
+
+    @property
+    def options(self) -> np.ndarray:
+        """int32[5], the words of `Sampling.words()`."""
+        return self.rows.options[self._held_row()]
+
+    @property
+    def slots(self) -> list[int]:
+        """Slot id per state sub-pool; empty before the first token."""
+        row = self._held_row()
+        return self.rows.slots[row].tolist() if self.has_slots else []
 
     def mapped(self, pool: int, start: int, stop: int) -> list[int]:
         """Ids of pages [start, stop) that sub-pool `pool` holds something for."""
@@ -63,8 +168,14 @@ class Request:
         """Pages that sub-pool `pool` holds for the request."""
         return len(self.ids) - self.first.get(pool, 0) - len(self.gaps.get(pool, ()))
 
+    def _held_row(self) -> int:
+        """The row, as long as it is this request's: afterwards its cells are another's."""
+        if self.rows.holders[self.row] is not self:
+            raise UsageError("the request was freed")
+        return self.row
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # frozen, it would take three times as long to make
 class Work:
     """What one request does in one step.
 
@@ -79,26 +190,53 @@ class Work:
     tokens: np.ndarray | None = None
     emit: bool = True
 
-    def token_ids(self) -> np.ndarray:
-        """int32[count] for the packet.
 
-        Raises:
-          UsageError: a negative count or id, ids that are not `count` whole numbers, or more than
-            one token that is to be the one sampled last.
-        """
-        if self.tokens is None:
-            if not 0 <= self.count <= 1:
-                raise UsageError(f"only one token can be the one sampled last, not {self.count}")
-            if self.count:
-                self.request.require_sampled()
-            return np.full(self.count, LAST_TOKEN, np.int32)
-        ids = int32(self.tokens, "token ids")
-        if ids.shape != (self.count,) or (ids.size and ids.min() < 0):
-            raise UsageError(f"token ids are {self.count} numbers that are not negative")
-        return ids
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The work of one step, row by row of its packet.
 
-    def advance(self) -> None:
-        """Counts the tokens as dispatched."""
-        self.request.length += self.count
-        if self.count:
-            self.request.has_sampled = self.emit
+    Attributes:
+      requests: one per packet row.
+      rows: int64[R], their rows of the columns.
+      counts: int64[R], new tokens.
+      emits: bool[R], whether a token is sampled after them.
+      named: token ids int32[count] by packet row; other rows go on from the token sampled last.
+    """
+
+    columns: Rows
+    requests: Sequence[Request]
+    rows: np.ndarray
+    counts: np.ndarray
+    emits: np.ndarray
+    named: dict[int, np.ndarray]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[R], tokens before the step; changes when the batch is dispatched."""
+        return self.columns.length[self.rows]
+
+    @property
+    def most_tokens(self) -> int:
+        """Most new tokens of a request."""
+        return int(self.counts.max(initial=0))
+
+    @property
+    def past_tokens(self) -> int:
+        """Longest past of a request."""
+        return int(self.lengths.max(initial=0))
+
+    def of_counts(self, counts: np.ndarray) -> "Batch":
+        """The same requests with other numbers of new tokens, sampled last each."""
+        return replace(self, counts=counts)
+
+
+def _named_tokens(tokens: object, count: int) -> np.ndarray:
+    """int32[count] token ids.
+
+    Raises:
+      UsageError: if they are not `count` whole numbers of 0 or more.
+    """
+    ids = int32(tokens, "token ids")
+    if ids.shape != (count,) or (ids.size and ids.min() < 0):
+        raise UsageError(f"token ids are {count} numbers that are not negative")
+    return ids

@@ -86,7 +86,7 @@ def simulate(
         for replayed in decided.admitted:
             replayed.request = memory.open()
         for batch in batches(decided.work, limits):
-            memory.run([_work(*item) for item in batch])
+            memory.skip([_work(*item) for item in batch])
         running.append(len(queue.running))
         retractions += len(decided.retracted)
         computed += sum(count for _, count in decided.work)
@@ -181,7 +181,8 @@ def best_split(
 
 def _work(replayed: _Replayed, count: int) -> Work:
     assert replayed.request is not None
-    return Work(replayed.request, count, np.zeros(count, np.int32))
+    follows = count == 1 and replayed.request.has_sampled
+    return Work(replayed.request, count, None if follows else np.zeros(count, np.int32))
 
 
 def _leave(memory: Memory, replayed: _Replayed) -> None:

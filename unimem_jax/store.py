@@ -12,8 +12,10 @@ S2  An absent address becomes one past the last row: a write there is dropped, a
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -81,7 +83,7 @@ class PackedStore:
             )
         words = pack(values, lane.part)
         spare = rows.shape[1] * SLOT_ROW_WORDS - words.shape[1]
-        words = jnp.pad(words, ((0, 0), (0, spare))).reshape(-1, SLOT_ROW_WORDS)
+        words = _widened(words, spare).reshape(-1, SLOT_ROW_WORDS)
         # The old state was read from this arena; the tie keeps XLA from copying it for the read.
         arena, words = lax.optimization_barrier((arena, words))
         view = scatter_rows(arena.reshape(-1, SLOT_ROW_WORDS), rows.reshape(-1), words)
@@ -136,8 +138,13 @@ def pack(values: Array, part: Part) -> Array:
     if ratio == 1:
         return lax.bitcast_convert_type(flat, jnp.uint32)
     spare = -flat.shape[1] % ratio
-    padded = jnp.pad(flat, ((0, 0), (0, spare)))
+    padded = _widened(flat, spare)
     return lax.bitcast_convert_type(padded.reshape(flat.shape[0], -1, ratio), jnp.uint32)
+
+
+def _widened(rows: Array, spare: int) -> Array:
+    """[N, words] -> [N, words + spare], with zeros. `jnp.pad` takes far longer to trace."""
+    return lax.pad(rows, np.zeros((), rows.dtype), ((0, 0, 0), (0, spare, 0)))
 
 
 def unpack(words: Array, part: Part) -> Array:
@@ -150,9 +157,19 @@ def unpack(words: Array, part: Part) -> Array:
 
 def _state_rows(pool: SubPool, lane: Lane, addresses: Array, total: int) -> Array:
     """int32[R, lane rows] of the view of 128-word rows; `total` where the slot is absent (S2)."""
-    slot_rows = pool.entry_words // SLOT_ROW_WORDS
-    lane_rows = -(-lane.words // SLOT_ROW_WORDS)
-    first = addresses * slot_rows + lane.offset_words // SLOT_ROW_WORDS
+    return _slot_rows(
+        addresses, lane.offset_words // SLOT_ROW_WORDS, pool.entry_words // SLOT_ROW_WORDS,
+        -(-lane.words // SLOT_ROW_WORDS), (pool.unit_count, total),
+    )  # fmt: skip
+
+
+# Parts of one size are traced once, wherever they lie.
+@partial(jax.jit, static_argnames=("slot_rows", "lane_rows", "absent"))
+def _slot_rows(
+    addresses: Array, offset_rows: int, slot_rows: int, lane_rows: int, absent: tuple[int, int]
+) -> Array:
+    unit_count, total = absent
+    first = addresses * slot_rows + offset_rows
     rows = first[:, None] + np.arange(lane_rows, dtype=np.int32)[None, :]
-    present = (addresses >= 0) & (addresses < pool.unit_count)
+    present = (addresses >= 0) & (addresses < unit_count)
     return jnp.where(present[:, None], rows, total)

@@ -54,12 +54,13 @@ class Watched(Memory):
         self.lengths = {request.row: request.length for request in self.opened}
         self.during = self.written = None
 
-    def settle(self, requests):
+    def _settle(self, batch):
+        requests = batch.requests
         starts = {request.row: (self.lengths[request.row], request.length) for request in requests}
         self.written = entry_bytes(self, requests, starts)
         # Live while the step runs: what was live before it, wherever it lies by now.
         self.during = live_bytes(self, self.lengths)
-        super().settle(requests)
+        super()._settle(batch)
 
 
 def live_bytes(memory, lengths=None):

@@ -272,11 +272,11 @@ def test_a_failed_step_loses_the_arena_and_no_request(roomy, monkeypatch, failin
         roomy.submit(prompt, Sampling(max_tokens=10, temperature=1, seed=4))
     run, calls = roomy._run, []
 
-    def failing_run(leaves, device, packet):
+    def failing_run(device, packet):
         calls.append(1)
         if len(calls) == failing:
             raise RuntimeError("the device is gone")
-        return run(leaves, device, packet)
+        return run(device, packet)
 
     pieces = []
     with monkeypatch.context() as patched:

@@ -29,6 +29,7 @@ JAX_LAYERS = (
     ("store", "draw"),
     ("views",),
     ("step",),
+    ("programs",),
     ("engine", "load"),
     ("picture",),
     ("demo",),
