@@ -125,7 +125,8 @@ class Ledger:
         raise blame(f"cannot {EVENTS[event]} unit {address} of sub-pool {sub_pool}: it is {state}")
 
     def free(self, sub_pool: int, addresses: np.ndarray) -> np.ndarray:
-        """Frees live units and stamps them with the last dispatched ticket.
+        """Frees live units and stamps them with the last dispatched ticket, or leaves the later stamp
+        of a move that is still to be dispatched.
 
         Returns:
           Those that became holes at once; the others are pending under a pin.
@@ -134,18 +135,25 @@ class Ledger:
         if pins:
             is_held = np.fromiter((address in pins for address in addresses.tolist()), bool)
             self.apply(sub_pool, addresses[is_held], FREE_PINNED)
-            self._stamps[sub_pool][addresses[is_held]] = self.dispatched
+            self._stamp(sub_pool, addresses[is_held])
             addresses = addresses[~is_held]
         self.apply(sub_pool, addresses, FREE)
-        self._stamps[sub_pool][addresses] = self.dispatched
+        self._stamp(sub_pool, addresses)
         return addresses
+
+    def _stamp(self, sub_pool: int, addresses: np.ndarray) -> None:
+        """Notes that every program dispatched so far may use these units."""
+        stamps = self._stamps[sub_pool]
+        stamps[addresses] = np.maximum(stamps[addresses], self.dispatched)
 
     def free_one(self, sub_pool: int, address: int) -> bool:
         """`free` for one unit. Returns whether it became a hole."""
         pins = self.pins[sub_pool]
         is_held = bool(pins) and address in pins
         self.apply(sub_pool, address, FREE_PINNED if is_held else FREE)
-        self._stamp_views[sub_pool][address] = self.dispatched
+        stamps = self._stamp_views[sub_pool]
+        if stamps[address] < self.dispatched:
+            stamps[address] = self.dispatched
         return not is_held
 
     def move(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:

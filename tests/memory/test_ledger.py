@@ -102,6 +102,21 @@ def test_a_moved_unit_waits_for_the_step_that_moves_it():
     assert ledger.settled(1, 8)
 
 
+@pytest.mark.parametrize("is_single", [True, False])
+def test_a_unit_freed_while_a_move_into_it_is_queued_settles_with_the_move(is_single):
+    """Published earlier, a peer would write it and then the move would."""
+    ledger = ledger_in(law.HOLE)
+    ledger.states[1][2] = law.LIVE
+    ledger.move(1, np.array([2]), np.array([8]))
+    if is_single:
+        ledger.free_one(1, 8)
+    else:
+        ledger.free(1, np.array([8]))
+    assert not ledger.settled(1, 8)
+    ledger.retire(ledger.dispatch())
+    assert ledger.settled(1, 8)
+
+
 def test_a_unit_vacated_twice_waits_for_the_later_step():
     ledger = ledger_in(law.HOLE)
     ledger.states[1][2] = law.LIVE
