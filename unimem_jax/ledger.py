@@ -125,8 +125,8 @@ class Ledger:
         raise blame(f"cannot {EVENTS[event]} unit {address} of sub-pool {sub_pool}: it is {state}")
 
     def free(self, sub_pool: int, addresses: np.ndarray) -> np.ndarray:
-        """Frees live units and stamps them with the last dispatched ticket, or leaves the later stamp
-        of a move that is still to be dispatched.
+        """Frees live units and stamps them with the last dispatched ticket, unless they have the
+        later stamp of a move that is still to be dispatched.
 
         Returns:
           Those that became holes at once; the others are pending under a pin.
