@@ -124,6 +124,16 @@ def only_its_own_sub_pool(_):
     return settled
 
 
+def queued_moves_forgotten(_):
+    def free_one(self, sub_pool, address):
+        is_held = address in self.pins[sub_pool]
+        self.apply(sub_pool, address, ledger.FREE_PINNED if is_held else ledger.FREE)
+        self._stamps[sub_pool][address] = self.dispatched
+        return not is_held
+
+    return free_one
+
+
 def pins_moved(original):
     return lambda geometry, held, pinned, counts: original(
         geometry, held, [()] * len(counts), counts
@@ -145,6 +155,14 @@ def float_rounded_down(original):
         return max(0, floor - 1) if self.shares is None else floor, ceiling
 
     return _bounds
+
+
+def loose_targets(original):
+    def tight(end, bounds, kept, count):
+        lo, hi = original(end, bounds, kept, count)
+        return (lo, hi - 1) if end == "low" and hi > max(lo + count, 1) else (lo, hi)
+
+    return tight
 
 
 def ids_not_returned(original):
@@ -184,6 +202,8 @@ PLANTED = [
     Bug("a float overlaps its neighbour", layout.Layout, "_bounds", float_rounded_down),
     Bug("a freed id is lost", tables.IdSpace, "give", ids_not_returned),
     Bug("overlapping units are not asked", ledger.Ledger, "settled", only_its_own_sub_pool),
+    Bug("a freed unit forgets a queued move", ledger.Ledger, "free_one", queued_moves_forgotten),
     Bug("one ticket retires all", ledger.Ledger, "retire", retire_releases_everything),
+    Bug("a band moves a unit too many", bands, "_tight", loose_targets),
     Bug("fits always says yes", bands, "packed_fits", lambda _: lambda *_: True),
 ]

@@ -1,17 +1,23 @@
-"""Seeded stress of the memory core: python -m tests.sim --seed 1 --steps 20000
+"""Seeded stress of the memory core: python -m tests.sim --seed 1 --steps 20000 [--fault clog]
 
-Random geometries, random calls right and wrong, bytes followed through every move. A failure prints
-one line that repeats it.
+Random geometries, random calls right and wrong, the faults of `tests.faults`, bytes followed
+through every move. After each step what it touched is checked, and every 1,000 steps everything. A
+failure prints one line that repeats it.
 """
 
 import argparse
 import random
 import sys
+import time
+from collections import Counter
 
+from tests.faults import FAULTS
 from tests.memory.world import UNIFIED, Split, World
 from unimem_jax.bands import Geometry
 
 STEPS_PER_WORLD = 1000
+CHECK_EVERY = 1000  # steps between two checks of everything
+FAULTY = 0.02  # of all steps begin a fault, where none goes on
 
 
 def random_geometry(rng):
@@ -24,7 +30,7 @@ def random_geometry(rng):
         ends[-1] = "high"
     units = [rng.choice([1, 2, 3, 4, 6, 9]) for _ in ends]
     is_slot = [rng.random() < 0.3 for _ in ends]
-    arena = rng.randint(max(units), 160)
+    arena = rng.randint(max(units), 160 if rng.random() < 0.97 else 1200)
     ids = (
         0
         if all(is_slot)
@@ -45,9 +51,8 @@ def random_world(rng):
 
 def one_call(world, rng):
     """One random call; about one in ten is wrong on purpose."""
-    slots = world.geometry.is_slot
-    pages = [i for i in world.sub_pools if not slots[i]]
-    states = [i for i in world.sub_pools if slots[i]]
+    pages = world.page_pools
+    states = [i for i in world.sub_pools if i not in pages]
     pool = rng.choice(world.sub_pools)
     live = world.live(pool)
     is_committed = rng.random() < 0.3
@@ -82,9 +87,13 @@ def one_call(world, rng):
     elif name in ("pin", "fence") and live and len(world.pins) < 4:
         getattr(world, name)(pool, rng.choice(live), rng.choice(["copy", "peer"]))
     elif name == "unpin" and world.pins:
-        world.unpin(rng.choice(list(world.pins)))
-    elif name in ("step", "retire"):
-        getattr(world, name)()
+        place = rng.choice(list(world.pins))
+        if world.pins[place][-1] in ("copy", "peer"):
+            world.unpin(place, world.pins[place][-1])
+    elif name == "step":
+        world.step()
+    elif name == "retire" and not world.is_clogged:
+        world.retire(rng.choice([1, 2, 1000]))
 
 
 # name, weight while the world fills, weight while it drains
@@ -95,26 +104,41 @@ CALLS = [
 ]  # fmt: skip
 
 
-def run(seed, steps, check_every=50):
-    """Drives fresh worlds for so many steps in all. Raises what is wrong, with the line that
-    repeats it.
+def run(seed, steps, check_every=CHECK_EVERY, begin=0, faults=tuple(FAULTS)):
+    """Drives fresh worlds from step `begin` to step `steps`. Raises what is wrong, with the line
+    that repeats it.
 
+    Args:
+      begin: a multiple of STEPS_PER_WORLD; each world depends on the seed and its first step only.
     Returns:
-      Sums of the metrics of all worlds, to show that the stress reached what it should.
+      Sums of the metrics of all worlds and the steps of every fault, to show that the stress
+      reached what it should.
     """
-    totals = {"moved_units": 0, "move_batches": 0, "refusals": 0}
-    for begin in range(0, steps, STEPS_PER_WORLD):
-        rng = random.Random(f"{seed}/{begin}")
-        world = random_world(rng)
-        for step in range(begin, min(begin + STEPS_PER_WORLD, steps)):
-            if rng.random() < 0.02:
-                world.is_filling = rng.random() < 0.6
+    totals = Counter()
+    for first in range(begin, steps, STEPS_PER_WORLD):
+        rng = random.Random(f"{seed}/{first}")
+        world, fault, going_on = random_world(rng), "", iter(())
+        for step in range(first, min(first + STEPS_PER_WORLD, steps)):
             try:
+                if rng.random() < 0.02:
+                    world.is_filling = rng.random() < 0.6
+                if not fault and faults and rng.random() < FAULTY:
+                    fault = rng.choice(faults)
+                    going_on = FAULTS[fault](world, rng)
+                if fault:
+                    totals[fault] += 1
+                    if next(going_on, "over") == "over":
+                        fault = ""
                 one_call(world, rng)
-                if step % check_every == 0:
+                world.look_close()
+                if (step + 1) % check_every == 0:
                     world.check()
             except Exception as error:
-                error.add_note(f"repeat with: python -m tests.sim --seed {seed} --steps {step + 1}")
+                only = f" --fault {faults[0]}" if len(faults) == 1 else ""
+                error.add_note(
+                    f"repeat with: python -m tests.sim --seed {seed} --begin {first} "
+                    f"--steps {step + 1}{only}"
+                )
                 raise
         metrics = world.allocator.metrics()
         totals["moved_units"] += sum(metrics["moved_units"])
@@ -127,8 +151,14 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--begin", type=int, default=0, help="the first step, for repeating")
+    parser.add_argument("--fault", choices=FAULTS, help="this fault only; all by default")
     options = parser.parse_args(arguments)
-    print(run(options.seed, options.steps))
+    start = time.monotonic()
+    faults = (options.fault,) if options.fault else tuple(FAULTS)
+    totals = run(options.seed, options.steps, begin=options.begin, faults=faults)
+    print(f"{options.steps - options.begin:,} steps in {time.monotonic() - start:.0f} s, nothing")
+    print(" ".join(f"{name}={count:,}" for name, count in sorted(totals.items())))
 
 
 if __name__ == "__main__":

@@ -183,6 +183,24 @@ def test_the_device_hears_of_grants_and_drops_but_not_of_free_ids(memory):
     assert all(not len(ids) for ids, _ in memory.take_changes())
 
 
+@pytest.mark.parametrize("is_single", [True, False])
+def test_more_touches_than_ids_send_every_live_id_once(memory, is_single):
+    """The list of touched ids is full; which of them changed is not known any more."""
+    kept = memory.grant_pages(3, committed=False)
+    memory.take_changes()
+    for _ in range(GEOMETRY.id_count + 1):
+        if is_single:
+            memory.free(memory.grant_page(committed=False))
+        else:
+            memory.free(memory.grant_pages(2, committed=False))
+    memory.drop(int(kept[1]), WINDOW)
+    for pool, (ids, addresses) in enumerate(memory.take_changes()):
+        expected = [] if pool == SLOT else sorted(kept.tolist())
+        assert sorted(ids.tolist()) == expected
+        assert addresses.tolist() == memory.mapping[pool][ids].tolist()
+    assert all(not len(ids) for ids, _ in memory.take_changes())
+
+
 def test_the_device_forgets_the_page_of_a_former_life(memory):
     id_ = memory.grant_page(committed=False)
     memory.take_changes()

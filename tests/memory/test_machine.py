@@ -31,9 +31,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         share = geometry.arena_granules // len(geometry.ends)
         caps = tuple(max(0, share // unit - 1) for unit in geometry.unit_granules)
         self.world = World(geometry, Split(caps) if is_split else UNIFIED)
-        slots = geometry.is_slot
-        self.pages = [i for i in self.world.sub_pools if not slots[i]]
-        self.states = [i for i in self.world.sub_pools if slots[i]]
+        self.pages = self.world.page_pools
+        self.states = [i for i in self.world.sub_pools if geometry.is_slot[i]]
 
     def pick(self, source, pool):
         return source.draw(st.sampled_from(self.world.live(pool)))
@@ -93,7 +92,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.pins)
     @rule(source=st.data())
     def unpin(self, source):
-        self.world.unpin(source.draw(st.sampled_from(sorted(self.world.pins))))
+        place = source.draw(st.sampled_from(sorted(self.world.pins)))
+        self.world.unpin(place, self.world.pins[place][-1])
 
     @rule()
     def step(self):
@@ -113,15 +113,16 @@ TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_a_seeded_simulation_of_twenty_thousand_steps_finds_nothing():
-    totals = sim.run(seed=0, steps=20_000)
-    assert totals["moved_units"] > 100, "the simulation hardly ever had to move anything"
-    assert totals["refusals"] > 100, "the simulation hardly ever ran out"
+def test_a_seeded_simulation_of_300_000_steps_finds_nothing():
+    totals = sim.run(seed=0, steps=300_000)
+    assert totals["moved_units"] > 1000, "the simulation hardly ever had to move anything"
+    assert totals["refusals"] > 1000, "the simulation hardly ever ran out"
+    assert all(totals[fault] > 1000 for fault in sim.FAULTS), "a fault hardly ever happened"
 
 
 @pytest.mark.slow
 def test_a_seeded_simulation_of_a_million_steps_finds_nothing():
-    sim.run(seed=1, steps=1_000_000, check_every=1000)
+    sim.run(seed=1, steps=1_000_000)
 
 
 def test_a_failing_simulation_prints_the_line_that_repeats_it(monkeypatch):
@@ -131,9 +132,32 @@ def test_a_failing_simulation_prints_the_line_that_repeats_it(monkeypatch):
     monkeypatch.setattr(sim, "one_call", broken)
     with pytest.raises(ValueError) as caught:
         sim.run(seed=7, steps=10)
-    assert caught.value.__notes__ == ["repeat with: python -m tests.sim --seed 7 --steps 1"]
+    assert caught.value.__notes__ == [
+        "repeat with: python -m tests.sim --seed 7 --begin 0 --steps 1"
+    ]
 
 
-def test_the_simulation_runs_from_the_command_line(capsys):
-    sim.main(["--seed", "3", "--steps", "50"])
-    assert "refusals" in capsys.readouterr().out
+def test_a_failure_far_into_a_simulation_repeats_from_the_world_that_failed(monkeypatch):
+    calls = []
+
+    def broken(world, rng):
+        calls.append(rng.random())
+        if len(calls) == 2345:
+            raise ValueError("planted")
+
+    monkeypatch.setattr(sim, "one_call", broken)
+    with pytest.raises(ValueError) as caught:
+        sim.run(seed=7, steps=10_000, faults=("clog",))
+    (note,) = caught.value.__notes__
+    assert note.endswith("python -m tests.sim --seed 7 --begin 2000 --steps 2345 --fault clog")
+    before = calls[2000:]
+    calls[:] = [None] * 2000
+    with pytest.raises(ValueError):
+        sim.main(note.split()[5:])
+    assert calls[2000:] == before
+
+
+@pytest.mark.parametrize("fault", sim.FAULTS)
+def test_each_fault_alone_is_survived(fault, capsys):
+    sim.main(["--seed", "3", "--steps", "2000", "--fault", fault])
+    assert f"{fault}=" in capsys.readouterr().out
