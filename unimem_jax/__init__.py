@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from unimem_jax.errors import PeerError as PeerError
     from unimem_jax.errors import UnimemError as UnimemError
     from unimem_jax.errors import UsageError as UsageError
+    from unimem_jax.geometries import geometry as geometry
     from unimem_jax.load import load as load
     from unimem_jax.memory import Memory as Memory
     from unimem_jax.plan import Plan as Plan
@@ -50,6 +51,7 @@ _HOMES = {
     "Site": "spec",
     "UnimemError": "errors",
     "UsageError": "errors",
+    "geometry": "geometries",
     "load": "load",
     "plan": "plan",
     "step": "step",

@@ -100,7 +100,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", default="embedded", metavar="NAME|DIR")
+    either = command.add_mutually_exclusive_group()
+    either.add_argument("--model", default="embedded", metavar="NAME|DIR")
+    if command.prog.endswith(" plan"):
+        either.add_argument(
+            "--geometry", metavar="NAME", help="a published model's sizes, such as gpt-oss-20b"
+        )
     command.add_argument("--arena", default="64MiB", metavar="SIZE", help="bytes for all state")
     command.add_argument(
         "--page", "--page-size", type=int, default=16, metavar="TOKENS", help="tokens per page"
@@ -165,12 +170,17 @@ def _generate(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     arena_bytes = size(options.arena)
     with _json_file(options) as write_json:
-        from unimem_jax.load import load
+        from unimem_jax.geometries import geometry
         from unimem_jax.plan import plan
         from unimem_jax.price import Prices
 
-        model, _, _ = load(options.model)
-        found = plan(model.parts(), arena_bytes, options.page)
+        model = None
+        if options.geometry is None:
+            from unimem_jax.load import load
+
+            model, _, _ = load(options.model)
+        parts = geometry(options.geometry) if model is None else model.parts()
+        found = plan(parts, arena_bytes, options.page)
         print(found)
         context = getattr(model, "context_tokens", None)
         if context:

@@ -254,11 +254,12 @@ def _refuse_doubles(parts: tuple[Part, ...]) -> None:
 
 
 def _lay_out(parts: list[Part], is_request: bool) -> tuple[tuple[Lane, ...], int]:
-    """Packs parts side by side, sites in order, small parts of a site last; width in granules (P2,
-    P3).
+    """Packs parts side by side, sites in order, all small parts last; width in granules (P2, P3).
+
+    Small parts behind each site's own would cost every layer the rest of a granule.
     """
     lanes, at = [], 0
-    for part in sorted(parts, key=lambda p: (p.site, p.byte_count < GRANULE_BYTES)):
+    for part in sorted(parts, key=lambda p: (p.byte_count < GRANULE_BYTES, p.site)):
         if is_request:
             step = SLOT_ROW_BYTES
         else:

@@ -63,6 +63,13 @@ def test_a_plan_prints_itself_and_is_json_too(unimem, tmp_path):
     assert "a request of 160 tokens holds 1 slot of request (4 KiB)" in ran.out
 
 
+def test_a_published_geometry_is_planned_without_its_model(unimem):
+    ran = unimem("plan", "--geometry", "gpt-oss-20b", "--arena", "8GiB")
+    assert ran.code == 0
+    assert "window_128" in ran.out
+    assert "24 KiB" in ran.out
+
+
 WRONG = [
     ("", "COMMAND"),
     ("sing", "invalid choice: 'sing'"),
@@ -97,6 +104,7 @@ WRONG = [
     ("plan --arena -5", "a size is"),
     ("plan --page 0", "page_tokens is a positive int"),
     ("plan --model /", "config.json"),
+    ("plan --geometry gpt-oss-20b", "not allowed with argument --model"),
     ("demo --json /none/such/file", "cannot write"),
     ("demo --picture /none/such/file", "cannot write"),
 ]
