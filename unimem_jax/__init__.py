@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unimem_jax.spec import Lifetime as Lifetime
     from unimem_jax.spec import Part as Part
     from unimem_jax.spec import Site as Site
+    from unimem_jax.spec import request as request
     from unimem_jax.spec import window as window
     from unimem_jax.step import step as step
     from unimem_jax.views import FreshViews as FreshViews
@@ -54,6 +55,7 @@ _HOMES = {
     "geometry": "geometries",
     "load": "load",
     "plan": "plan",
+    "request": "spec",
     "step": "step",
     "window": "spec",
 }

@@ -5,6 +5,8 @@ scheduler catches it; `PeerError` names another process; `InvariantError` is a f
 and is never caught. Every error is raised before anything changed.
 """
 
+import operator
+
 
 class UnimemError(Exception):
     """What all errors of this library have in common; catch this at the outermost level only."""
@@ -24,6 +26,21 @@ class PeerError(UnimemError):
 
 class InvariantError(UnimemError):
     """A numbered invariant of this library does not hold. A fault of ours; never caught."""
+
+
+def positive_int(value: object, rule: str) -> int:
+    """The value as a plain int of at least 1, whichever integer type it has (NumPy's too).
+
+    Raises:
+      UsageError: `rule` and the value seen, for anything else; a bool is no number.
+    """
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise UsageError(f"{rule}, not {value!r}")
+    return found
 
 
 def require_positive(**sizes: object) -> None:

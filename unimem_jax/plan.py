@@ -14,6 +14,10 @@ P2  An entry is a multiple of 128 bytes; a part of 128 bytes or more starts at a
 P3  A slot is a multiple of 4 KiB; each part in it starts at a multiple of 512 bytes, one row of its
     view.
 P4  Parts of one sub-pool never overlap; all padding is counted in `padding_bytes`.
+P5  Draft lanes start at a multiple of 128 bytes behind all others: parts of a draft model move none
+    of the target's lanes.
+P6  A sub-pool is all parts of one lifetime and one stride. A page spans the same tokens in every
+    sub-pool; with stride r it has one entry for r of them.
 """
 
 import itertools
@@ -24,8 +28,8 @@ from functools import cached_property
 from typing import Any
 
 from unimem_jax.bands import Geometry, fits
-from unimem_jax.errors import UsageError, require_positive
-from unimem_jax.spec import Lifetime, Part, PartKey
+from unimem_jax.errors import UsageError, positive_int
+from unimem_jax.spec import REQUEST, Lifetime, Part, PartKey
 
 GRANULE_BYTES = 128  # one row of the arena
 GRANULE_WORDS = 32
@@ -34,6 +38,8 @@ SLOT_BYTES = 4096  # slots are multiples of this
 SMALL_PART_BYTES = 16  # alignment of parts under a granule
 MAX_GRANULES = 2**31  # device row numbers are int32, and so is the one past the last
 MAX_PAD_GRANULES = 8  # per entry, when widths have an awkward common multiple
+
+type Kind = tuple[Lifetime, int]  # what the parts of one sub-pool share: lifetime and stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +53,15 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class SubPool:
-    """All units of one lifetime.
+    """All units of one lifetime and stride.
 
     Attributes:
       index: position in physical order, 0 at byte 0.
-      name: the lifetime as text: "request", "window_128", "context".
+      name: "request", "request_checkpoint", "window_128", "context", "context_by_16" (a stride).
+      stride: tokens that share one entry; 1 for request state.
       end: "low", "float" or "high".
       entry_words: words of one packed entry (of one slot for request state).
+      unit_entries: entries of one page, page_tokens / stride; 1 in a slot.
       unit_granules: granules of one page or slot.
       unit_count: addresses 0 .. unit_count - 1 exist; `unit_count` itself is "absent".
       padding_bytes: bytes of one entry that no part uses.
@@ -62,9 +70,11 @@ class SubPool:
     index: int
     name: str
     lifetime: Lifetime
+    stride: int
     end: str
     lanes: tuple[Lane, ...]
     entry_words: int
+    unit_entries: int
     unit_granules: int
     unit_count: int
     padding_bytes: int
@@ -73,6 +83,16 @@ class SubPool:
     def is_slot(self) -> bool:
         """Whether a unit is one request's state and not a page of tokens."""
         return self.lifetime.is_request
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a request takes a slot with its first token: `REQUEST`, and no named state."""
+        return self.lifetime == REQUEST
+
+    @property
+    def target_words(self) -> int:
+        """Words of an entry before its draft lanes; all of them if there are none (P5)."""
+        return next((lane.offset_words for lane in self.lanes if lane.part.draft), self.entry_words)
 
     @property
     def unit_bytes(self) -> int:
@@ -101,14 +121,17 @@ class Plan:
 
     @cached_property
     def slot_pools(self) -> tuple[SubPool, ...]:
-        """Sub-pools whose units are slots of request state."""
-        return tuple(pool for pool in self.sub_pools if pool.is_slot)
+        """Sub-pools of which a request takes a slot with its first token: its running state.
+
+        Named request state is not among them; its slots are asked for one by one.
+        """
+        return tuple(pool for pool in self.sub_pools if pool.is_running)
 
     @cached_property
     def id_count(self) -> int:
-        """Number of page ids; every live id holds a page of the longest-lived token sub-pool."""
-        longest = max(self.token_pools, key=_reach, default=None)
-        return longest.unit_count if longest else 0
+        """Number of page ids; every live id holds a page of the longest-lived token sub-pools."""
+        longest = max(map(_reach, self.token_pools), default=None)
+        return min((p.unit_count for p in self.token_pools if _reach(p) == longest), default=0)
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -149,13 +172,15 @@ class Plan:
             "sub_pools": [
                 {
                     "name": pool.name, "end": pool.end, "unit": "slot" if pool.is_slot else "page",
-                    "entry_bytes": pool.entry_words * 4, "unit_bytes": pool.unit_bytes,
-                    "unit_count": pool.unit_count, "padding_bytes": pool.padding_bytes,
+                    "stride": pool.stride, "entry_bytes": pool.entry_words * 4,
+                    "unit_bytes": pool.unit_bytes, "unit_count": pool.unit_count,
+                    "padding_bytes": pool.padding_bytes,
                     "lanes": [
                         {
                             "site": str(lane.part.site), "part": lane.part.name,
                             "shape": list(lane.part.shape), "dtype": lane.part.dtype,
-                            "offset_bytes": lane.offset_words * 4, "bytes": lane.part.byte_count,
+                            "draft": lane.part.draft, "offset_bytes": lane.offset_words * 4,
+                            "bytes": lane.part.byte_count,
                         }
                         for lane in pool.lanes
                     ],
@@ -168,6 +193,7 @@ class Plan:
         rows = [("sub-pool", "end", "unit", "parts", "entry", "padding", "unit size", "at most")]
         for pool in self.sub_pools:
             unit = "slot" if pool.is_slot else f"page of {self.page_tokens}"
+            unit += f" by {pool.stride}" if pool.stride > 1 else ""
             rows.append((
                 pool.name, pool.end, unit, str(len(pool.lanes)), size_text(pool.entry_words * 4),
                 size_text(pool.padding_bytes), size_text(pool.unit_bytes), f"{pool.unit_count:,}",
@@ -191,40 +217,36 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
     Returns:
       The plan; the same arguments give the same plan.
     Raises:
-      UsageError: no parts, a part declared twice, sizes that are not positive ints, an arena of
-        more than 2^31 granules, or one too small for one page and one slot of everything
-        (itemised).
+      UsageError: no parts, a part declared twice, sizes that are not positive ints, a stride that
+        does not divide a page, an arena of more than 2^31 granules, or one too small for one page
+        and one slot of everything (itemised).
     """
-    declared = tuple(parts)
-    require_positive(arena_bytes=arena_bytes, page_tokens=page_tokens)
-    _refuse_doubles(declared)
+    arena_bytes = positive_int(arena_bytes, "arena_bytes is a positive int")
+    page_tokens = positive_int(page_tokens, "page_tokens is a positive int")
+    groups = _grouped(parts)
     if arena_bytes // GRANULE_BYTES > MAX_GRANULES:
         raise UsageError(
             f"an arena is at most {size_text(MAX_GRANULES * GRANULE_BYTES)} per device, "
             f"not {size_text(arena_bytes)}; shard it"
         )
-    groups: dict[Lifetime, list[Part]] = {}
-    for part in sorted(declared, key=lambda part: part.key):  # in whatever order they come
-        groups.setdefault(part.lifetime, []).append(part)
-    layouts = {life: _lay_out(group, life.is_request) for life, group in groups.items()}
-    token_widths = {life: layouts[life][1] for life in groups if not life.is_request}
+    _refuse_strides(groups, page_tokens)
+    layouts = {kind: _lay_out(group, kind[0].is_request) for kind, group in groups.items()}
+    token_widths = {kind: layouts[kind][1] for kind in groups if not kind[0].is_request}
     pads, multiple = _choose_pads(token_widths, arena_bytes // GRANULE_BYTES)
     granules = min(arena_bytes // GRANULE_BYTES, MAX_GRANULES - 1) // multiple * multiple
-    units = {
-        life: width if life.is_request else (width + pads[life]) * page_tokens
-        for life, (_, width) in layouts.items()
-    }
+    widths = {kind: width + pads.get(kind, 0) for kind, (_, width) in layouts.items()}
+    entries = {kind: 1 if kind[0].is_request else page_tokens // kind[1] for kind in groups}
+    units = {kind: width * entries[kind] for kind, width in widths.items()}
     pools = []
-    for index, (life, end) in enumerate(_order(units)):
-        lanes, width = layouts[life]
-        entry_granules = width if life.is_request else width + pads[life]
+    for index, (kind, end) in enumerate(_order(units)):
+        (lifetime, stride), lanes, width = kind, layouts[kind][0], widths[kind]
         used = sum(lane.part.byte_count for lane in lanes)
         pools.append(
             SubPool(
-                index=index, name=str(life), lifetime=life, end=end, lanes=lanes,
-                entry_words=entry_granules * GRANULE_WORDS, unit_granules=units[life],
-                unit_count=granules // units[life],
-                padding_bytes=entry_granules * GRANULE_BYTES - used,
+                index=index, name=_name(kind), lifetime=lifetime, stride=stride, end=end,
+                lanes=lanes, entry_words=width * GRANULE_WORDS, unit_entries=entries[kind],
+                unit_granules=units[kind], unit_count=granules // units[kind],
+                padding_bytes=width * GRANULE_BYTES - used,
             )
         )  # fmt: skip
     made = Plan(tuple(pools), page_tokens, granules, arena_bytes)
@@ -241,29 +263,50 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes:.4g} GiB"
 
 
-def _refuse_doubles(parts: tuple[Part, ...]) -> None:
-    if not parts:
-        raise UsageError("a plan needs at least one part; the model declared none")
-    seen: set[PartKey] = set()
+def _grouped(parts: Iterable[Part]) -> dict[Kind, list[Part]]:
+    """The parts of each sub-pool, sorted by key, in whatever order they come."""
+    declared: dict[PartKey, Part] = {}
     for part in parts:
         if not isinstance(part, Part):
             raise UsageError(f"parts are unimem_jax.Part values, not {type(part).__name__}")
-        if part.key in seen:
+        if part.key in declared:
             raise UsageError(f"part {part.site}.{part.name} is declared twice")
-        seen.add(part.key)
+        declared[part.key] = part
+    if not declared:
+        raise UsageError("a plan needs at least one part; the model declared none")
+    groups: dict[Kind, list[Part]] = {}
+    for key in sorted(declared):
+        part = declared[key]
+        groups.setdefault((part.lifetime, part.stride), []).append(part)
+    return groups
+
+
+def _refuse_strides(groups: dict[Kind, list[Part]], page_tokens: int) -> None:
+    for (_, stride), (part, *_) in groups.items():
+        if page_tokens % stride:
+            raise UsageError(
+                f"part {part.site}.{part.name} has one entry for {stride} tokens, so page_tokens "
+                f"is a multiple of {stride}, not {page_tokens}; the next is "
+                f"{-(-page_tokens // stride) * stride}"
+            )
 
 
 def _lay_out(parts: list[Part], is_request: bool) -> tuple[tuple[Lane, ...], int]:
-    """Packs parts side by side, sites in order, all small parts last; width in granules (P2, P3).
+    """Packs parts side by side, draft parts last (P5); width in granules (P2, P3).
 
-    Small parts behind each site's own would cost every layer the rest of a granule.
+    Of the target's parts and of the draft's, the small ones of all sites come last: behind each
+    site's own they would cost every layer the rest of a granule.
     """
-    lanes, at = [], 0
-    for part in sorted(parts, key=lambda p: (p.byte_count < GRANULE_BYTES, p.site)):
+    lanes: list[Lane] = []
+    at = 0
+    for part in sorted(parts, key=lambda p: (p.draft, p.byte_count < GRANULE_BYTES, p.site)):
+        is_first_draft = part.draft and not (lanes and lanes[-1].part.draft)
         if is_request:
             step = SLOT_ROW_BYTES
+        elif part.byte_count >= GRANULE_BYTES or is_first_draft:
+            step = GRANULE_BYTES
         else:
-            step = GRANULE_BYTES if part.byte_count >= GRANULE_BYTES else SMALL_PART_BYTES
+            step = SMALL_PART_BYTES
         at = -(-at // step) * step
         lanes.append(Lane(part, at // 4, -(-part.byte_count // 4)))
         at += part.byte_count
@@ -271,7 +314,7 @@ def _lay_out(parts: list[Part], is_request: bool) -> tuple[tuple[Lane, ...], int
     return tuple(lanes), -(-at // step) * step // GRANULE_BYTES
 
 
-def _choose_pads(widths: dict[Lifetime, int], granules: int) -> tuple[dict[Lifetime, int], int]:
+def _choose_pads(widths: dict[Kind, int], granules: int) -> tuple[dict[Kind, int], int]:
     """Pads entries so that rounding the arena (P1) and padding together strand the fewest bytes."""
     if not widths:
         return {}, SLOT_ROW_BYTES // GRANULE_BYTES
@@ -307,16 +350,22 @@ def _reach(pool: SubPool) -> float:
     return math.inf if pool.lifetime.kind == "context" else pool.lifetime.tokens
 
 
-def _order(units: dict[Lifetime, int]) -> list[tuple[Lifetime, str]]:
-    """Physical order, low end first: DESIGN's rule is in docs/LAYOUT.md."""
-    states = sorted((life for life in units if life.is_request), key=lambda life: -units[life])
+def _name(kind: Kind) -> str:
+    lifetime, stride = kind
+    return f"{lifetime}_by_{stride}" if stride > 1 else str(lifetime)
+
+
+def _order(units: dict[Kind, int]) -> list[tuple[Kind, str]]:
+    """Physical order, low end first: the rule is in docs/LAYOUT.md."""
+    by_size = sorted(units, key=lambda kind: (-units[kind], _name(kind)))
+    states = [kind for kind in by_size if kind[0].is_request]
     windows = sorted(
-        (life for life in units if life.kind == "window"), key=lambda life: -life.tokens
+        (kind for kind in by_size if kind[0].kind == "window"), key=lambda kind: -kind[0].tokens
     )
-    contexts = [life for life in units if life.kind == "context"]
+    contexts = [kind for kind in by_size if kind[0].kind == "context"]
     low = (states or windows or contexts)[0]
-    rest = [life for life in (*contexts, *windows, *states) if life != low]
-    if not rest:
+    high = next((kind for kind in (*contexts, *windows, *states) if kind != low), None)
+    if high is None:
         return [(low, "low")]
-    high, floats = rest[0], sorted(rest[1:], key=lambda life: (-units[life], str(life)))
-    return [(low, "low"), *((life, "float") for life in floats), (high, "high")]
+    floats = [kind for kind in by_size if kind not in (low, high)]
+    return [(low, "low"), *((kind, "float") for kind in floats), (high, "high")]

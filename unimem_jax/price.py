@@ -1,11 +1,11 @@
 """What tokens cost, in units of every sub-pool. The one place where memory is priced.
 
 A request that has computed `length` tokens holds, in each token sub-pool, the pages of tokens that
-its next query still sees, and one slot in each state sub-pool:
+its next query still sees, and one slot of running state:
 
     context   [0, length)                          all pages
     window    [first_kept(length), length)         a suffix, rounded out to whole pages
-    request   one slot, from the first token on
+    request   one slot, from the first token on; of named request state none by itself
 
 R1  While a chunk runs a request holds what it held before and the new pages that are still wanted
     after it.
@@ -68,7 +68,7 @@ class Prices:
     def growth(self, length: int, target: int, fused: bool = False) -> Demand:
         """Units to grant before a step that takes a request from `length` to `target` tokens."""
         return tuple(
-            int(length == 0 < target) if pool.is_slot
+            int(pool.is_running and length == 0 < target) if pool.is_slot
             else len(self.new_pages(pool, length, target, fused))
             for pool in self.plan.sub_pools
         )  # fmt: skip
@@ -77,7 +77,7 @@ class Prices:
         """Units that a request of `length` computed tokens holds between steps."""
         pages = self.pages(length)
         return tuple(
-            int(length > 0)
+            int(pool.is_running and length > 0)
             if pool.is_slot
             else pages - min(pages, self.first_page(pool.lifetime, length))
             for pool in self.plan.sub_pools
@@ -92,7 +92,7 @@ class Prices:
         found = []
         for pool in self.plan.sub_pools:
             if pool.is_slot:
-                found.append(1)
+                found.append(int(pool.is_running))
                 continue
             pages = self.pages(total)
             if pool.lifetime.kind == "window":

@@ -3,14 +3,18 @@
 A model declares parts: one part is one thing one layer keeps (key rows, value rows, a convolution
 tail, a recurrent state). Its lifetime says for how long: the whole context, a window of tokens, or
 one request. This module only describes and validates; `plan` turns parts into bytes.
+
+A layer that reads the keys of an earlier layer declares none. A layer that runs several times
+declares the parts of each visit, `Site(layer, visit)`.
 """
 
+import math
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
-from unimem_jax.errors import UsageError
+from unimem_jax.errors import UsageError, positive_int
 
 STORED_DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name))
@@ -23,30 +27,40 @@ STORED_DTYPES = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lifetime:
-    """How long a part is kept: use `CONTEXT`, `REQUEST` or `window(tokens)`.
+    """How long a part is kept: use `CONTEXT`, `REQUEST`, `window(tokens)` or `request(name)`.
 
     Attributes:
       kind: "context" (one entry per token, all tokens), "window" (one entry per token, the last
         `tokens` of them, the token itself included) or "request" (one entry per request).
       tokens: window length in tokens; 0 for the other kinds.
+      name: of request state beside the running state; "" for everything else.
     Raises:
-      UsageError: for another kind, a window that is not a positive int, or tokens of another kind.
+      UsageError: for another kind, a window that is not a positive int, a name that is not an
+        identifier, or tokens or a name of another kind.
     """
 
     kind: str
     tokens: int = 0
+    name: str = ""
 
     def __post_init__(self) -> None:
-        is_count = isinstance(self.tokens, int) and not isinstance(self.tokens, bool)
-        if self.kind == "window" and (not is_count or self.tokens < 1):
-            raise UsageError(f"a window is a positive number of tokens, not {self.tokens!r}")
         if self.kind not in ("context", "window", "request"):
             raise UsageError(f"a lifetime is CONTEXT, REQUEST or window(n), not {self.kind!r}")
-        if self.kind != "window" and self.tokens != 0:
+        if self.kind == "window":
+            tokens = positive_int(self.tokens, "a window is a positive number of tokens")
+            object.__setattr__(self, "tokens", tokens)
+        elif self.tokens != 0:
             raise UsageError(f"only a window counts tokens: {self.kind} with {self.tokens!r}")
+        if self.name != "":
+            if self.kind != "request":
+                raise UsageError(f"only request state has a name: {self.kind} with {self.name!r}")
+            _require_identifier(self.name, "the name of request state")
 
     def __str__(self) -> str:
-        return f"window_{self.tokens}" if self.kind == "window" else self.kind
+        """The name of its sub-pool: "context", "window_128", "request", "request_checkpoint"."""
+        if self.kind == "window":
+            return f"window_{self.tokens}"
+        return f"{self.kind}_{self.name}" if self.name else self.kind
 
     @property
     def is_request(self) -> bool:
@@ -69,6 +83,19 @@ def window(tokens: int) -> Lifetime:
       UsageError: if `tokens` is not a positive int.
     """
     return Lifetime("window", tokens)
+
+
+def request(name: str) -> Lifetime:
+    """Request state in a sub-pool of its own: checkpoints, for example.
+
+    A request takes a slot of `REQUEST` with its first token, and never one of these by itself:
+    whoever keeps such state asks the allocator for its slots and gives them back.
+
+    Raises:
+      UsageError: if `name` is not an identifier.
+    """
+    _require_identifier(name, "the name of request state")
+    return Lifetime("request", name=name)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,10 +125,12 @@ class Part:
       name: what it is ("key", "value", "conv", "state", ...); unique within the site.
       shape: shape of one entry of it, in elements.
       dtype: stored element type, a name from `STORED_DTYPES`.
-      lifetime: `CONTEXT`, `window(tokens)` or `REQUEST`.
+      lifetime: `CONTEXT`, `window(tokens)`, `REQUEST` or `request(name)`.
+      stride: tokens that share one entry (pooled index keys); 1 for request state.
+      draft: whether a draft model owns it; draft lanes lie behind all others of an entry.
     Raises:
       UsageError: for a site, shape or lifetime of another type, an empty or non-positive shape, an
-        unknown dtype, or a name that is not an identifier.
+        unknown dtype, a name that is not an identifier, or a stride of request state.
     """
 
     site: Site
@@ -109,26 +138,35 @@ class Part:
     shape: tuple[int, ...]
     dtype: str
     lifetime: Lifetime
+    stride: int = 1
+    draft: bool = False
 
     def __post_init__(self) -> None:
-        where = f"part {self.site}.{self.name}"
         if not isinstance(self.site, Site):
-            raise UsageError(f"{where}: a site is a unimem_jax.Site, not {self.site!r}")
-        if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise UsageError(f"a part's name is an identifier, not {self.name!r}")
-        is_tuple = isinstance(self.shape, tuple) and len(self.shape) > 0
-        if not is_tuple or not all(type(n) is int and n > 0 for n in self.shape):
+            raise UsageError(f"part {self.name}: a site is a unimem_jax.Site, not {self.site!r}")
+        _require_identifier(self.name, "a part's name")
+        where = f"part {self.site}.{self.name}"
+        if not isinstance(self.shape, tuple) or not self.shape:
             raise UsageError(
                 f"{where}: a shape is a tuple of one or more positive ints, not {self.shape!r}"
             )
+        rule = f"{where}: each size of the shape {self.shape!r} is a positive int"
+        object.__setattr__(self, "shape", tuple(positive_int(n, rule) for n in self.shape))
         if self.dtype not in STORED_DTYPES:
             raise UsageError(
                 f"{where}: cannot store {self.dtype!r}; stored are {', '.join(STORED_DTYPES)}"
             )
         if not isinstance(self.lifetime, Lifetime):
             raise UsageError(
-                f"{where}: lifetime is CONTEXT, REQUEST or window(n), not {self.lifetime!r}"
+                f"{where}: lifetime is CONTEXT, REQUEST, request(name) or window(n), "
+                f"not {self.lifetime!r}"
             )
+        stride = positive_int(self.stride, f"{where}: a stride is a positive number of tokens")
+        if stride > 1 and self.lifetime.is_request:
+            raise UsageError(f"{where}: request state has no tokens to stride over: {stride}")
+        object.__setattr__(self, "stride", stride)
+        if not isinstance(self.draft, bool):
+            raise UsageError(f"{where}: draft is True or False, not {self.draft!r}")
 
     @property
     def key(self) -> PartKey:
@@ -138,4 +176,9 @@ class Part:
     @property
     def byte_count(self) -> int:
         """Bytes of one entry of this part, without padding."""
-        return int(np.prod(self.shape, dtype=np.int64)) * STORED_DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
+
+
+def _require_identifier(name: object, what: str) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UsageError(f"{what} is an identifier, not {name!r}")

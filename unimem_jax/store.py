@@ -46,22 +46,22 @@ class PackedStore:
         return jnp.zeros((self.plan.arena_granules, GRANULE_WORDS), jnp.uint32)
 
     def read_pages(self, arena: Array, key: PartKey, addresses: Array) -> Array:
-        """Reads one part of all tokens of some pages.
+        """Reads one part of all entries of some pages.
 
         Args:
           addresses: int32[R, C], page addresses; absent ones read some other page and must be
             masked.
         Returns:
-          [R, C * page_tokens, *part.shape] in the stored dtype.
+          [R, C * pool.unit_entries, *part.shape] in the stored dtype.
         """
         pool, lane = self.plan.locate(key)
         view = arena.reshape(-1, pool.entry_words)
         words = gather_pages(
-            view, addresses, unit_rows=self.plan.page_tokens,
+            view, addresses, unit_rows=pool.unit_entries,
             offset_words=lane.offset_words, words=lane.words,
         )  # fmt: skip
-        rows, pages, page_tokens, _ = words.shape
-        return unpack(words.reshape(rows, pages * page_tokens, lane.words), lane.part)
+        rows, pages, entries, _ = words.shape
+        return unpack(words.reshape(rows, pages * entries, lane.words), lane.part)
 
     def read_state(self, arena: Array, key: PartKey, addresses: Array) -> Array:
         """Reads one part of request state: int32[R] slot addresses -> [R, *part.shape]."""
@@ -111,10 +111,15 @@ class PackedStore:
         return view.reshape(arena.shape)
 
     def entry_rows(self, pool: SubPool, addresses: Array, offsets: Array) -> Array:
-        """Row of each token in its page; one past the last row where the page is absent (S2)."""
+        """The row that each token writes, given its page and its offset in tokens there.
+
+        Of the tokens that share an entry only the last writes it, when the entry is complete. One
+        past the last row for the others, and where the page is absent (S2).
+        """
         total = self.plan.arena_granules * GRANULE_WORDS // pool.entry_words
-        present = (addresses >= 0) & (addresses < pool.unit_count)
-        return jnp.where(present, addresses * self.plan.page_tokens + offsets, total)
+        writes = (addresses >= 0) & (addresses < pool.unit_count)
+        writes = writes & (offsets % pool.stride == pool.stride - 1)
+        return jnp.where(writes, addresses * pool.unit_entries + offsets // pool.stride, total)
 
     def move(self, arena: Array, pool: SubPool, moves: tuple[Array, Array, Array]) -> Array:
         """Copies units in place; `moves` is sources int32[M], destinations int32[M] and a count."""

@@ -80,6 +80,29 @@ def test_pages_are_read_as_they_lie_in_every_dtype():
         np.testing.assert_array_equal(bits(found), lanes.reshape(2, -1))
 
 
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_tokens_that_share_an_entry_are_written_by_the_last_of_them(stride):
+    """Two pages of 8 tokens, the second not complete, through pages that lie elsewhere."""
+    part = Part(SITE, "pooled", (3, 7), "bfloat16", CONTEXT, stride)
+    store = PackedStore(plan([part], 64 << 10, 8))
+    (pool,) = store.plan.sub_pools
+    addresses, count = np.asarray([5, 2], np.int32), 13
+    at = np.arange(16, dtype=np.int32)
+    pages = np.where(at < count, addresses[at // 8], pool.unit_count)
+    rows = store.entry_rows(pool, jnp.asarray(pages), jnp.asarray(at % 8))
+    before, values = filled(store), values_of(part, 16)
+    after = store.write_entries(before, pool, rows, {part.key: values})
+    found = store.read_pages(after, part.key, jnp.asarray(addresses[None]))[0]
+    assert found.shape == (16 // stride, 3, 7)
+    complete = count // stride
+    last = np.arange(complete) * stride + stride - 1
+    np.testing.assert_array_equal(bits(found[:complete]), bits(values)[last])
+    old = store.read_pages(before, part.key, jnp.asarray(addresses[None]))[0]
+    np.testing.assert_array_equal(bits(found[complete:]), bits(old[complete:]))
+    changed = np.array(before != after).reshape(-1, pool.entry_words).any(axis=1)
+    assert changed.sum() == complete
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_state_is_written_over_its_own_part_and_read_back(dtype):
     store = store_of(REQUEST)

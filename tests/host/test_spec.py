@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unimem_jax.errors import UsageError
-from unimem_jax.spec import CONTEXT, REQUEST, STORED_DTYPES, Lifetime, Part, Site, window
+from unimem_jax.spec import CONTEXT, REQUEST, STORED_DTYPES, Lifetime, Part, Site, request, window
 
 PART = {
     "site": Site(3, 1, "draft"), "name": "key", "shape": (2, 5), "dtype": "bfloat16",
@@ -30,8 +30,13 @@ WRONG_PARTS = [
     ("dtype", "", "''"),
     ("lifetime", "context", "'context'"),
     ("lifetime", 64, "64"),
+    ("stride", 0, "0"),
+    ("stride", 2.0, "2.0"),
+    ("stride", True, "True"),
+    ("draft", 1, "1"),
+    ("draft", None, "None"),
 ]
-WRONG_WINDOWS = [0, -3, 2.0, True, "8", None, np.int64(4)]
+WRONG_WINDOWS = [0, -3, 2.0, True, "8", None, np.float32(4), np.True_]
 
 
 @pytest.mark.parametrize("field, value, seen", WRONG_PARTS)
@@ -41,7 +46,7 @@ def test_a_wrong_part_is_refused_with_the_value_seen(field, value, seen):
     assert seen in str(caught.value)
 
 
-@pytest.mark.parametrize("field", ["shape", "dtype", "lifetime", "site"])
+@pytest.mark.parametrize("field", ["shape", "dtype", "lifetime", "site", "stride", "draft"])
 def test_the_error_names_the_part(field):
     with pytest.raises(UsageError, match="key"):
         Part(**PART | {field: ""})
@@ -65,6 +70,26 @@ def test_a_wrong_window_is_refused_however_it_is_made(tokens):
 def test_a_lifetime_of_another_kind_is_refused(kind, tokens):
     with pytest.raises(UsageError, match=kind):
         Lifetime(kind, tokens)
+
+
+def test_request_state_has_no_stride():
+    with pytest.raises(UsageError, match=r"L3v1\.draft\.key: request state has no tokens"):
+        Part(**PART | {"lifetime": REQUEST, "stride": 2})
+
+
+@pytest.mark.parametrize("name", ["", "two words", 7, None])
+def test_named_request_state_has_an_identifier_for_a_name(name):
+    with pytest.raises(UsageError, match="identifier") as caught:
+        request(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_name_belongs_to_request_state_alone():
+    for kind, tokens in (("context", 0), ("window", 8)):
+        with pytest.raises(UsageError, match="only request state has a name"):
+            Lifetime(kind, tokens, "checkpoint")
+    assert request("checkpoint") == Lifetime("request", name="checkpoint") != REQUEST
+    assert request("checkpoint").is_request
 
 
 @given(tokens=st.integers(1, 40), length=st.integers(0, 100))
