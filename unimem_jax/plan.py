@@ -20,7 +20,6 @@ P6  A sub-pool is all parts of one lifetime and one stride. A page spans the sam
     sub-pool; with stride r it has one entry for r of them.
 """
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any
 
 from unimem_jax.bands import Geometry, fits
 from unimem_jax.errors import UsageError, positive_int
+from unimem_jax.pads import choose_pads
 from unimem_jax.spec import REQUEST, Lifetime, Part, PartKey
 
 GRANULE_BYTES = 128  # one row of the arena
@@ -37,7 +37,6 @@ SLOT_ROW_BYTES = 512  # slots are read as rows of 128 words
 SLOT_BYTES = 4096  # slots are multiples of this
 SMALL_PART_BYTES = 16  # alignment of parts under a granule
 MAX_GRANULES = 2**31  # device row numbers are int32, and so is the one past the last
-MAX_PAD_GRANULES = 8  # per entry, when widths have an awkward common multiple
 
 type Kind = tuple[Lifetime, int]  # what the parts of one sub-pool share: lifetime and stride
 
@@ -231,10 +230,13 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
         )
     _refuse_strides(groups, page_tokens)
     layouts = {kind: _lay_out(group, kind[0].is_request) for kind, group in groups.items()}
-    token_widths = {kind: layouts[kind][1] for kind in groups if not kind[0].is_request}
-    pads, multiple = _choose_pads(token_widths, arena_bytes // GRANULE_BYTES)
-    granules = min(arena_bytes // GRANULE_BYTES, MAX_GRANULES - 1) // multiple * multiple
-    widths = {kind: width + pads.get(kind, 0) for kind, (_, width) in layouts.items()}
+    widths = {kind: width for kind, (_, width) in layouts.items()}
+    token_kinds = [kind for kind in groups if not kind[0].is_request]
+    granules = min(arena_bytes // GRANULE_BYTES, MAX_GRANULES - 1)
+    pads, multiple = choose_pads([widths[kind] for kind in token_kinds], granules)
+    granules = granules // multiple * multiple
+    for kind, pad in zip(token_kinds, pads, strict=True):
+        widths[kind] += pad
     entries = {kind: 1 if kind[0].is_request else page_tokens // kind[1] for kind in groups}
     units = {kind: width * entries[kind] for kind, width in widths.items()}
     pools = []
@@ -312,21 +314,6 @@ def _lay_out(parts: list[Part], is_request: bool) -> tuple[tuple[Lane, ...], int
         at += part.byte_count
     step = SLOT_BYTES if is_request else GRANULE_BYTES
     return tuple(lanes), -(-at // step) * step // GRANULE_BYTES
-
-
-def _choose_pads(widths: dict[Kind, int], granules: int) -> tuple[dict[Kind, int], int]:
-    """Pads entries so that rounding the arena (P1) and padding together strand the fewest bytes."""
-    if not widths:
-        return {}, SLOT_ROW_BYTES // GRANULE_BYTES
-    best = None
-    total = sum(widths.values())
-    for pads in itertools.product(range(MAX_PAD_GRANULES), repeat=len(widths)):
-        multiple = 8 * math.lcm(*(w + p for w, p in zip(widths.values(), pads, strict=True)))
-        lost = granules % multiple / max(granules, 1) + sum(pads) / total
-        if best is None or lost < best[0]:
-            best = (lost, pads, multiple)
-    assert best is not None
-    return dict(zip(widths, best[1], strict=True)), best[2]
 
 
 def _refuse_small(made: Plan) -> None:

@@ -12,7 +12,7 @@ from tests.tidy.tree import PACKAGES, Breach, Files, Rule, imports, module_name,
 HOST_LAYERS = (
     ("errors",),
     ("spec", "sampling", "text"),
-    ("bands", "geometries"),
+    ("bands", "geometries", "pads"),
     ("plan",),
     ("ledger", "tables"),
     ("layout",),
