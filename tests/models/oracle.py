@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import unimem_jax as um
+from tests.models.references.network import write_folder as write_folder
 from tests.models.through_arena import Service
 from unimem_jax.errors import UsageError
 from unimem_jax.requests import Request
@@ -31,7 +31,7 @@ FOLDERS = Path(os.environ.get("UNIMEM_ORACLES", Path(__file__).parents[3] / "sha
 WAYS = {"page 1": (1, 7), "page 8": (8, 16), "page 16": (16, 40), "page 64": (64, 1)}
 
 # What a layer has to hold after the first prompt: the name of a part -> its value, request state
-# whole and token state as [tokens, *shape].
+# whole and token state as [tokens, *shape], of all tokens or of the last ones.
 Remembered = Mapping[str, np.ndarray]
 
 
@@ -95,14 +95,19 @@ def whole(model: Any, params: Any, prompts: list[list[int]]) -> np.ndarray:
 
 
 def require_parity(model: Any, params: Any, oracle: Oracle, way: str) -> None:
-    """Through one arena, logits, tokens and state are the oracle's: batched, with a request that
-    loses its memory on the way, and alone.
-    """
+    """`require_served` with the pages and chunks of a way."""
     page_tokens, chunk_tokens = WAYS[way]
     service = Service(
         model, params, page_tokens=page_tokens, chunk_tokens=chunk_tokens, rows=4,
         context_tokens=CONTEXT_TOKENS,
     )  # fmt: skip
+    require_served(service, oracle)
+
+
+def require_served(service: Service, oracle: Oracle) -> None:
+    """Through one arena, logits, tokens and state are the oracle's: batched, with a request that
+    loses its memory on the way, and alone.
+    """
     require_remembered(service, oracle.prompts[0], oracle.remembered)
     new, logits = service.generate(oracle.prompts, NEW_TOKENS, retracted=(1, 10))
     for at in range(3):
@@ -124,7 +129,8 @@ def require_remembered(service: Service, prompt: list[int], wanted: list[Remembe
         if pool.is_slot:
             found = stored_state(service, request, (site, name))
         else:
-            found = service.stored(request, (site, name), range(len(prompt)))
+            kept = range(len(prompt) - len(wanted[site.layer][name]), len(prompt))
+            found = service.stored(request, (site, name), kept)
         near(found, wanted[site.layer][name])
     service.memory.free(request)
 
@@ -141,27 +147,6 @@ def stored_state(service: Service, request: Request, key: PartKey) -> np.ndarray
     words = np.asarray(service.device.arena).view(np.uint32).reshape(-1)
     first = address * pool.entry_words + lane.offset_words
     return words[first : first + lane.words].view(np.float32).reshape(lane.part.shape)
-
-
-def write_folder(
-    folder: Path, config: dict[str, Any], tensors: Mapping[str, np.ndarray], shards: int = 2
-) -> Path:
-    """A hub folder with these contents, in shards with their index, or in one file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    solid = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
-    if shards == 1:
-        save_file(solid, folder / "model.safetensors")
-        return folder
-    weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        names = sorted(solid)[shard::shards]
-        save_file({name: solid[name] for name in names}, folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
 
 
 def refusal(load: Callable[..., Any], *arguments: Any) -> str:

@@ -1,0 +1,95 @@
+"""Long prompts beside Transformers' own numbers, which `references/generate.py` makes.
+
+337 tokens: windows of 21 slide across many pages, a DeltaNet goes through several of its chunks in
+both programs, and the weights come as two shards with their index.
+"""
+
+import json
+import os
+import subprocess
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from unimem_jax.models.mxfp4 import dequantise
+
+from tests.models.oracle import TOLERANCE, near, require_served, whole
+from tests.models.reference import (
+    CHUNKS,
+    CONTEXT_TOKENS,
+    FOLDER,
+    PAGES,
+    PAIRS,
+    Reference,
+    open_reference,
+)
+from tests.models.through_arena import Service
+
+NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5")
+# Expanded while it is loaded, the packed network differs from "gpt_oss" in nothing that serves it.
+SERVED = ("gpt_oss", "qwen3", "qwen3_5")
+WAYS = [
+    pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.slow)
+    for pair in product(PAGES, CHUNKS)
+]
+
+
+@pytest.fixture(scope="module")
+def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return open_reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("reference", NETWORKS, indirect=True, scope="module")
+def test_logits_without_a_past_are_those_of_transformers(reference: Reference) -> None:
+    oracle = reference.oracle
+    found = whole(reference.model, reference.params, oracle.prompts)
+    for row, positions, wanted in zip(found, reference.positions, oracle.logits, strict=True):
+        near(row[positions], wanted)
+
+
+@pytest.mark.parametrize("reference", SERVED, indirect=True, scope="module")
+@pytest.mark.parametrize("page_tokens, chunk_tokens", WAYS)
+def test_the_arena_gives_the_logits_tokens_and_state_of_transformers(
+    page_tokens: int, chunk_tokens: int, reference: Reference
+) -> None:
+    service = Service(
+        reference.model, reference.params, page_tokens=page_tokens, chunk_tokens=chunk_tokens,
+        rows=4, context_tokens=CONTEXT_TOKENS,
+    )  # fmt: skip
+    require_served(service, reference.oracle)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_matrices_expand_to_the_values_of_transformers(dtype: str) -> None:
+    stored = np.load(FOLDER / "mxfp4.npz")
+    assert set(np.unique(stored["every_scales"])) == set(range(253))
+    assert {*np.unique(stored["every_blocks"] & 15)} == set(range(16))
+    for kind in ("every", "random"):
+        blocks, scales = stored[f"{kind}_blocks"], stored[f"{kind}_scales"]
+        found = dequantise(blocks, scales, np.dtype(getattr(ml_dtypes, dtype, dtype)), kind)
+        assert str(found.dtype) == dtype
+        np.testing.assert_array_equal(found.astype(np.float32), stored[kind])
+        assert np.isfinite(stored[kind]).all()
+
+
+@pytest.mark.slow
+def test_the_numbers_kept_are_those_that_transformers_computes(tmp_path: Path) -> None:
+    python = os.environ.get("UNIMEM_TRANSFORMERS_PYTHON")
+    if python is None:
+        pytest.skip("UNIMEM_TRANSFORMERS_PYTHON names no interpreter that has Transformers")
+    module = "tests.models.references.generate"
+    subprocess.run([python, "-m", module, str(tmp_path)], cwd=FOLDER.parents[2], check=True)
+    kept = sorted(path.name for path in FOLDER.glob("*.npz"))
+    assert kept == sorted(path.name for path in tmp_path.glob("*.npz"))
+    for name in kept:
+        again, stored = np.load(tmp_path / name), np.load(FOLDER / name)
+        assert again.files == stored.files
+        for key in again.files:
+            # Another release, or another count of threads, may round otherwise.
+            np.testing.assert_allclose(again[key], stored[key], rtol=0, atol=TOLERANCE, err_msg=key)
+    for path in FOLDER.glob("*.json"):
+        described, stored = (json.loads((at / path.name).read_text()) for at in (tmp_path, FOLDER))
+        assert described["tensors"] == stored["tensors"]
