@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int32
@@ -214,10 +215,12 @@ def _read(model: EmbeddedModel, file: Path) -> dict[str, Any]:
             tensors = {name: opened.get_tensor(name) for name in model.shapes()}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{file} is not a readable safetensors file: {error}") from error
-    for name, tensor in tensors.items():
-        if not bool(jnp.isfinite(tensor).all()):
+    # In NumPy: JAX would compile a program for each shape.
+    wide = {name: np.asarray(tensor).astype(np.float32) for name, tensor in tensors.items()}
+    for name, tensor in wide.items():
+        if not np.isfinite(tensor).all():
             raise UsageError(f"{file}: tensor {name} holds values that are not finite; get it anew")
-    return model.nest({name: tensor.astype(jnp.float32) for name, tensor in tensors.items()})
+    return model.nest({name: jnp.asarray(tensor) for name, tensor in wide.items()})
 
 
 def _require_tensors(model: EmbeddedModel, file: Path, opened: Any) -> None:

@@ -6,6 +6,7 @@ of fixed size, as engines have that keep one pool per kind. It models no time: a
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -68,6 +69,15 @@ def simulate(
       UsageError: a length below 1, or a request that the empty memory cannot hold (itemised).
     Cost: about 10 microseconds per running request and step.
     """
+    found = _simulate(lengths, plan, limits, layout, math.inf)
+    assert found is not None
+    return found
+
+
+def _simulate(
+    lengths: Sequence[tuple[int, int]], plan: Plan, limits: Limits, layout: str | Split, most: float
+) -> Simulated | None:
+    """As `simulate`; None as soon as it takes more than `most` steps."""
     if not lengths or min(map(min, lengths)) < 1:
         raise UsageError("a simulation needs requests of at least one prompt and one new token")
     memory = Memory(plan, limits.rows, max(map(sum, lengths)), layout=layout)
@@ -77,6 +87,8 @@ def simulate(
         queue.submit(_Replayed(prompt, total=prompt + output))
     running, retractions, computed = [], 0, 0
     while queue:
+        if len(running) >= most:
+            return None
         decided = schedule(queue, memory.prices, room(memory), limits)
         if not decided.work:
             raise InvariantError("C2: a step without work while requests wait")
@@ -147,7 +159,7 @@ def best_split(
       UsageError: no split that was tried holds every request.
     Cost: one simulation per split, 20 to 40 of them.
     """
-    found: dict[Split, Simulated] = {}
+    found: dict[Split, Simulated | None] = {}
     windows = Prices(plan).peak(max(map(sum, lengths)) - 1, limits.chunk_tokens)
     most = min(limits.rows, len(lengths))
 
@@ -159,13 +171,16 @@ def best_split(
         if split is None:
             return 0.0
         if split not in found:
-            try:
-                found[split] = simulate(lengths, plan, limits, split)
+            try:  # what takes more steps than the best so far need not run to its end
+                least = min((one.steps for one in found.values() if one), default=math.inf)
+                found[split] = _simulate(lengths, plan, limits, split, least)
             except UsageError:  # one of the requests alone is too long for it
                 return 0.0
-        return 1 / found[split].steps
+        simulated = found[split]
+        return 1 / simulated.steps if simulated else 0.0
 
-    counts = np.unique(np.geomspace(1, most, COARSE_COUNTS).round().astype(int)).tolist()
+    # Largest first: splits for few requests take the most steps, and are then cut short.
+    counts = np.unique(np.geomspace(1, most, COARSE_COUNTS).round().astype(int)).tolist()[::-1]
     start = max(itertools.product(counts, COARSE_TENTHS), key=lambda named: score(*named))
     best: tuple[int, int] | None = None
     while best != start:
@@ -173,10 +188,11 @@ def best_split(
         near = itertools.product((-1, 0, 1), (-1, 0, 1))
         around = [best, *((best[0] + count, best[1] + tenths) for count, tenths in near)]
         start = max(around, key=lambda named: score(*named))
-    if not found:
+    ended = {split: simulated for split, simulated in found.items() if simulated}
+    if not ended:
         raise UsageError(f"no split of {plan.arena_bytes:,} bytes holds each of the requests")
-    split = min(found, key=lambda split: (found[split].steps, found[split].computed_tokens))
-    return split, found[split], len(found)
+    split = min(ended, key=lambda split: (ended[split].steps, ended[split].computed_tokens))
+    return split, ended[split], len(found)
 
 
 def _work(replayed: _Replayed, count: int) -> Work:
