@@ -24,9 +24,9 @@ from unimem_jax.memory import Memory, Work
 from unimem_jax.store import PackedStore
 
 BATCHES = (1, 4, 16, 64)
-PROMPT_TOKENS = 200  # all steps then stay within the first compiled context of 256 tokens
-BLOCK_STEPS = 6
-BLOCKS = 8
+PROMPT_TOKENS = 130  # all steps then stay within the first compiled context of 256 tokens
+BLOCK_STEPS = 100
+BLOCKS = 12
 
 
 class Loop:
@@ -37,10 +37,10 @@ class Loop:
         self.device = self.memory.init(store)
         self.step = jax.jit(um.step(model, plan, store), donate_argnums=1)
         self.params = params
-        self.requests = [self.memory.open() for _ in range(batch)]
-        prompts = np.random.default_rng(batch).integers(1, model.vocab_size, (batch, PROMPT_TOKENS))
-        self.run([Work(r, PROMPT_TOKENS, p) for r, p in zip(self.requests, prompts, strict=True)])
-        self.steps(2)
+        self.prompts = np.random.default_rng(batch).integers(
+            1, model.vocab_size, (batch, PROMPT_TOKENS)
+        )
+        self.block(steps=2)
 
     def run(self, work: list[Work]) -> np.ndarray:
         """Runs one step and waits for its tokens, as a loop that looks for stops must."""
@@ -48,12 +48,19 @@ class Loop:
             self.device, out = self.step(self.params, self.device, packet)
         return np.asarray(out.sampled)
 
-    def steps(self, count: int) -> float:
-        """Decodes `count` tokens per request; returns seconds."""
+    def block(self, steps: int = BLOCK_STEPS) -> float:
+        """Serves a batch of fresh requests for `steps` tokens each; returns seconds of decoding."""
+        requests = [self.memory.open() for _ in self.prompts]
+        pairs = zip(requests, self.prompts, strict=True)
+        self.run([Work(request, PROMPT_TOKENS, prompt) for request, prompt in pairs])
+        self.run([Work(request, 1) for request in requests])
         start = time.perf_counter()
-        for _ in range(count):
-            self.run([Work(request, 1) for request in self.requests])
-        return time.perf_counter() - start
+        for _ in range(steps):
+            self.run([Work(request, 1) for request in requests])
+        seconds = time.perf_counter() - start
+        for request in requests:
+            self.memory.free(request)
+        return seconds
 
 
 def measure(model: Any, params: Any, plan: um.Plan, batch: int) -> dict[str, Any]:
@@ -66,14 +73,18 @@ def measure(model: Any, params: Any, plan: um.Plan, batch: int) -> dict[str, Any
     for block in range(BLOCKS):
         pair = [("packed", packed), ("per_layer", layered)]
         for name, loop in pair if block % 2 else pair[::-1]:
-            seconds[name].append(loop.steps(BLOCK_STEPS))
-    rate = {name: batch * BLOCK_STEPS / statistics.median(times) for name, times in seconds.items()}
+            seconds[name].append(loop.block())
+    steps = batch * BLOCK_STEPS
+    rate = {name: steps / statistics.median(times) for name, times in seconds.items()}
     ratios = [b / a for a, b in zip(seconds["packed"], seconds["per_layer"], strict=True)]
+    least = {name: min(times) for name, times in seconds.items()}
     return {
         "batch": batch,
         "packed_tokens_per_s": round(rate["packed"], 1),
         "per_layer_tokens_per_s": round(rate["per_layer"], 1),
         "packed_over_per_layer": round(statistics.median(ratios), 3),
+        "of_least_times": round(least["per_layer"] / least["packed"], 3),
+        "ratios": [round(ratio, 3) for ratio in sorted(ratios)],
     }
 
 
