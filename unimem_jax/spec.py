@@ -20,9 +20,10 @@ STORED_DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name))
     for name in (
         "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
-        "int8", "uint8", "int32", "uint32",
+        "float4_e2m1fn", "int8", "uint8", "int32", "uint32", "int4", "uint4",
     )
 }  # fmt: skip
+PAIRED_DTYPES = ("float4_e2m1fn", "int4", "uint4")  # two elements a byte, the first in its low bits
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -124,13 +125,14 @@ class Part:
       site: the owner.
       name: what it is ("key", "value", "conv", "state", ...); unique within the site.
       shape: shape of one entry of it, in elements.
-      dtype: stored element type, a name from `STORED_DTYPES`.
+      dtype: stored element type, a name from `STORED_DTYPES`; 4-bit ones lie two in a byte.
       lifetime: `CONTEXT`, `window(tokens)`, `REQUEST` or `request(name)`.
       stride: tokens that share one entry (pooled index keys); 1 for request state.
       draft: whether a draft model owns it; draft lanes lie behind all others of an entry.
     Raises:
       UsageError: for a site, shape or lifetime of another type, an empty or non-positive shape, an
-        unknown dtype, a name that is not an identifier, or a stride of request state.
+        unknown dtype, an odd number of 4-bit elements, a name that is not an identifier, or a
+        stride of request state.
     """
 
     site: Site
@@ -156,6 +158,11 @@ class Part:
             raise UsageError(
                 f"{where}: cannot store {self.dtype!r}; stored are {', '.join(STORED_DTYPES)}"
             )
+        if self.dtype in PAIRED_DTYPES and math.prod(self.shape) % 2:
+            raise UsageError(
+                f"{where}: {self.dtype} lies two in a byte, and the shape {self.shape!r} has "
+                f"{math.prod(self.shape)} elements; pad it to an even number"
+            )
         if not isinstance(self.lifetime, Lifetime):
             raise UsageError(
                 f"{where}: lifetime is CONTEXT, REQUEST, request(name) or window(n), "
@@ -176,7 +183,12 @@ class Part:
     @property
     def byte_count(self) -> int:
         """Bytes of one entry of this part, without padding."""
-        return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * element_bits(self.dtype) // 8
+
+
+def element_bits(dtype: str) -> int:
+    """Bits of one stored element of a dtype in `STORED_DTYPES`."""
+    return 4 if dtype in PAIRED_DTYPES else 8 * STORED_DTYPES[dtype].itemsize
 
 
 def _require_identifier(name: object, what: str) -> None:

@@ -24,7 +24,7 @@ from unimem_jax.errors import UsageError
 from unimem_jax.pallas_kernels.move_units import Implementation, move_units
 from unimem_jax.pallas_kernels.rows import gather_pages, scatter_rows
 from unimem_jax.plan import GRANULE_WORDS, Lane, Plan, SubPool
-from unimem_jax.spec import STORED_DTYPES, Part, PartKey
+from unimem_jax.spec import STORED_DTYPES, Part, PartKey, element_bits
 
 SLOT_ROW_WORDS = 128  # request state is read as rows of this many words
 
@@ -135,11 +135,10 @@ class PackedStore:
 
 def pack(values: Array, part: Part) -> Array:
     """[N, *part.shape] in any dtype -> uint32[N, words]: cast to the stored dtype, padded to whole
-    words.
+    words; the first element in the lowest bits.
     """
-    stored = STORED_DTYPES[part.dtype]
-    flat = values.astype(stored).reshape(values.shape[0], -1)
-    ratio = 4 // stored.itemsize
+    flat = values.astype(STORED_DTYPES[part.dtype]).reshape(values.shape[0], -1)
+    ratio = 32 // element_bits(part.dtype)
     if ratio == 1:
         return lax.bitcast_convert_type(flat, jnp.uint32)
     spare = -flat.shape[1] % ratio

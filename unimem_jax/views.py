@@ -27,7 +27,7 @@ from jax import Array, lax
 
 from unimem_jax.errors import UsageError
 from unimem_jax.pallas_kernels.paged_attention import Tokens, attend
-from unimem_jax.plan import Plan
+from unimem_jax.plan import Plan, SubPool
 from unimem_jax.spec import STORED_DTYPES, Part, PartKey, Site
 from unimem_jax.store import PackedStore
 
@@ -93,7 +93,7 @@ class Views:
                 self.store.read_pages(self.arena, (site, "key"), addresses),
                 self.store.read_pages(self.arena, (site, "value"), addresses),
             )
-            mask = self._past_mask(pool.index, past.key.shape[1], limit)
+            mask = self._past_mask(pool, past.key.shape[1])
         mixed = attend(
             query, fresh, self.valid, past, mask,
             scale=scale, window=limit, sinks=sinks, soft_cap=soft_cap,
@@ -101,12 +101,26 @@ class Views:
         arena, mixed = lax.optimization_barrier((self.arena, mixed))
         return mixed, replace(self, arena=arena)
 
+    def past(self, site: Site, name: str) -> tuple[Array, Array, "Views"]:
+        """Past entries of any token part, for attention of a model's own making.
+
+        Returns:
+          [R, S, *shape] in the stored dtype; bool[R, 1 or T, S], which of them each new token sees:
+          what it does not see can be anything, NaN too; and the views to go on with. With a stride
+          an entry is seen where the last of its tokens is, once that was in an earlier step.
+        Cost: reads the part's lane of the pages in `pages` once.
+        """
+        pool, _ = self.plan.locate((site, name))
+        found = self.store.read_pages(self.arena, (site, name), self.pages[pool.index])
+        arena, found = lax.optimization_barrier((self.arena, found))
+        return found, self._past_mask(pool, found.shape[1]), replace(self, arena=arena)
+
     def read(self, site: Site, name: str) -> tuple[Array, "Views"]:
         """Request state [R, *shape]; zeros for rows that start. Second result: the views to go on
         with.
         """
         pool, _ = self.plan.locate((site, name))
-        found = self.store.read_state(self.arena, (site, name), self.slots[pool.index])
+        found = self.store.read_state(self.arena, (site, name), self._slots(pool))
         start = self.start.reshape(-1, *(1,) * (found.ndim - 1))
         found = jnp.where(start, jnp.zeros_like(found), found)
         arena, found = lax.optimization_barrier((self.arena, found))
@@ -115,7 +129,7 @@ class Views:
     def write(self, site: Site, name: str, value: Array) -> "Views":
         """Replaces request state [R, *shape], in place in the arena; padding rows are dropped."""
         pool, _ = self.plan.locate((site, name))
-        arena = self.store.write_state(self.arena, (site, name), self.slots[pool.index], value)
+        arena = self.store.write_state(self.arena, (site, name), self._slots(pool), value)
         return replace(self, arena=arena)
 
     def select(self, hidden: Array) -> Array:
@@ -123,13 +137,19 @@ class Views:
         last = jnp.maximum(self.valid.sum(axis=1, dtype=jnp.int32) - 1, 0)
         return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
-    def _past_mask(self, pool: int, past: int, limit: int | None) -> Array:
-        """bool[R, 1 or T, past]: which past tokens each new token sees (V1)."""
-        first = self.first_page[pool] * self.plan.page_tokens
-        at = (first[:, None] + np.arange(past, dtype=np.int32)[None, :])[:, None, :]
+    def _slots(self, pool: SubPool) -> Array:
+        if not pool.is_running:
+            raise UsageError(f"a step reads and writes running state, not {pool.name}")
+        return self.slots[pool.index]
+
+    def _past_mask(self, pool: SubPool, past: int) -> Array:
+        """bool[R, 1 or T, past]: which past entries each new token sees (V1)."""
+        first = self.first_page[pool.index] * self.plan.page_tokens
+        last = (np.arange(past, dtype=np.int32) + 1) * pool.stride - 1  # token of each entry
+        at = (first[:, None] + last[None, :])[:, None, :]
         seen = at < self.positions[:, :1, None]
-        if limit is not None:
-            seen = seen & (at > self.positions[:, :, None] - limit)
+        if pool.lifetime.tokens:
+            seen = seen & (at > self.positions[:, :, None] - pool.lifetime.tokens)
         return seen
 
 
@@ -169,6 +189,12 @@ class FreshViews:
             query, fresh, self.valid, scale=scale, window=limit, sinks=sinks, soft_cap=soft_cap
         )
         return mixed, self
+
+    def past(self, site: Site, name: str) -> tuple[Array, Array, "FreshViews"]:
+        """No entries: [R, 0, *shape] and bool[R, 1, 0]."""
+        part, rows = self._part((site, name)), self.valid.shape[0]
+        none = jnp.zeros((rows, 0, *part.shape), STORED_DTYPES[part.dtype])
+        return none, jnp.zeros((rows, 1, 0), jnp.bool_), self
 
     def read(self, site: Site, name: str) -> tuple[Array, "FreshViews"]:
         """Zeros [R, *shape]."""

@@ -40,7 +40,7 @@ class Attending:
 
     def apply(self, site, weights, x, views):
         # Integers hold more of a value if it is larger; keys are exact multiples all the same.
-        gain = 1.0 if jnp.issubdtype(STORED_DTYPES[self.dtype], jnp.floating) else 16.0
+        gain = {"int8": 16.0, "int4": 2.0}.get(self.dtype, 1.0)
         heads = {
             name: (x @ weights[name]).reshape(*x.shape[:2], -1, width)
             for name, width in (
@@ -89,6 +89,54 @@ class Remembering:
         age = seen[:, :, None] + jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32)[None, :, None]
         slow = 1 / (1 + age.astype(jnp.float32))
         return (jnp.swapaxes(read, 0, 1) @ weights["out"]) * (1 + slow), {}, views
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Attention over means of groups of tokens, each seen once its group is complete."""
+
+    lifetime: Lifetime
+    stride: int
+    dtype: str = "float32"
+
+    def parts(self, site):
+        return (
+            Part(site, "pooled", (WIDTH,), self.dtype, self.lifetime, self.stride),
+            Part(site, "sum", (WIDTH,), "float32", REQUEST),
+        )
+
+    def matrices(self):
+        return {"query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH)}
+
+    def apply(self, site, weights, x, views):
+        begun, views = views.read(site, "sum")
+        past, seen, views = views.past(site, "pooled")
+
+        def advance(total, token):
+            added, position, valid = token
+            total = jnp.where((position % self.stride == 0)[:, None], 0.0, total) + added
+            total = jnp.where(valid[:, None], total, 0.0)
+            return total, total
+
+        steps = (x @ weights["key"]).swapaxes(0, 1), views.positions.T, views.valid.T
+        _, sums = jax.lax.scan(advance, begun, steps)
+        sums = sums.swapaxes(0, 1)
+        last = views.valid.sum(axis=1, dtype=jnp.int32)[:, None, None] - 1
+        kept = jnp.take_along_axis(sums, jnp.maximum(last, 0), axis=1)[:, 0]
+        views = views.write(site, "sum", kept)
+        pooled = (sums / self.stride).astype(STORED_DTYPES[self.dtype])
+        at = views.positions[:, None, :]
+        fresh = views.valid[:, None, :] & (at <= views.positions[:, :, None])
+        fresh = fresh & (at % self.stride == self.stride - 1)
+        if self.lifetime.tokens:
+            fresh = fresh & (at > views.positions[:, :, None] - self.lifetime.tokens)
+        seen = jnp.broadcast_to(seen, (*fresh.shape[:2], seen.shape[2]))
+        seen = jnp.concatenate([seen, fresh], axis=2)
+        keys = jnp.concatenate([past, pooled], axis=1).astype(jnp.float32)
+        keys = jnp.where(seen.any(axis=1)[:, :, None], keys, 0.0)
+        scores = jnp.where(seen, (x @ weights["query"]) @ keys.swapaxes(1, 2), -1e9)
+        mixed = jnp.where(seen, jax.nn.softmax(scores), 0.0) @ keys
+        return mixed, {(site, "pooled"): pooled}, views
 
 
 class Mixture:
@@ -150,6 +198,8 @@ MIXTURES = {
         Attending(CONTEXT, "int8", head=3, value_head=7),
         Attending(CONTEXT, "float8_e5m2", head=6, value_head=11),
     ),
+    "four bits": Mixture(Attending(NEAR, "int4"), Attending(CONTEXT, "float4_e2m1fn")),
+    "pooled": Mixture(Pooling(CONTEXT, 4), Attending(CONTEXT), Pooling(NEAR, 2), Attending(NEAR)),
 }
 
 

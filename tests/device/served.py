@@ -77,7 +77,7 @@ def live_bytes(memory, lengths=None):
                 if length:
                     _mark(found, pool, memory.allocator.mapping[pool.index][request.slots[0]])
                 continue
-            for position in range(pool.lifetime.first_kept(length), length):
+            for position in _written(pool, pool.lifetime.first_kept(length), length):
                 _mark(found, pool, _row(memory, pool, request, position))
     return found
 
@@ -95,18 +95,23 @@ def entry_bytes(memory, requests, spans):
             else:
                 kept = pool.lifetime.first_kept(stop) // memory.plan.page_tokens
                 first = max(start, kept * memory.plan.page_tokens)
-                entries = [_row(memory, pool, request, at) for at in range(first, stop)]
+                entries = [_row(memory, pool, request, at) for at in _written(pool, first, stop)]
             for entry in entries:
                 width = pool.entry_words * 4
                 found[entry * width : (entry + 1) * width] = True
     return found
 
 
+def _written(pool, start, stop):
+    """Positions at which tokens complete an entry."""
+    return [at for at in range(start, stop) if at % pool.stride == pool.stride - 1]
+
+
 def _row(memory, pool, request, position):
     page, offset = divmod(position, memory.plan.page_tokens)
     address = int(memory.allocator.mapping[pool.index][request.ids[page]])
     assert address < pool.unit_count, f"{pool.name} holds nothing for position {position}"
-    return address * memory.plan.page_tokens + offset
+    return address * pool.unit_entries + offset // pool.stride
 
 
 def _mark(found, pool, entry):

@@ -24,7 +24,9 @@ USUAL = [
     Case(1, 1, 0), Case(1, 1, 16), Case(1, 7, 64), Case(1, 64, 0),
     Case(2, 1, 64), Case(4, 7, 16), Case(16, 64, 64),
 ]  # fmt: skip
-USUAL_MODELS = ["state only", "window only", "two windows", "odd shapes", "embedded"]
+USUAL_MODELS = [
+    "state only", "window only", "two windows", "odd shapes", "four bits", "pooled", "embedded",
+]  # fmt: skip
 
 
 @cache
@@ -52,9 +54,7 @@ def test_a_step_of_any_shape_is_in_place(case):
     assert_step_in_place(steps("hybrid"), case)
 
 
-@pytest.mark.parametrize(
-    "name", ["state only", "window only", "two windows", "odd shapes", "embedded"]
-)
+@pytest.mark.parametrize("name", USUAL_MODELS)
 def test_a_step_of_any_model_is_in_place(name):
     assert_step_in_place(steps(name), Case(1, 1, 16))
 

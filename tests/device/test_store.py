@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from unimem_jax.plan import plan
-from unimem_jax.spec import CONTEXT, REQUEST, STORED_DTYPES, Part, Site
+from unimem_jax.spec import CONTEXT, PAIRED_DTYPES, REQUEST, STORED_DTYPES, Part, Site
 from unimem_jax.store import PackedStore, pack
 
 SITE, PAGE = Site(0), 5
@@ -15,7 +15,7 @@ INT32_MAX = 2**31 - 1
 
 def store_of(lifetime):
     parts = [
-        Part(SITE, f"{size}_{dtype}", shape, dtype, lifetime)
+        Part(SITE, f"{size}_{dtype}", (*shape, 1 + (dtype in PAIRED_DTYPES)), dtype, lifetime)
         for dtype in STORED_DTYPES
         for size, shape in SHAPES.items()
     ]
@@ -23,9 +23,24 @@ def store_of(lifetime):
 
 
 def bits(array):
-    """The bytes of an array, each entry's in a row."""
+    """The bytes of an array, each entry's in a row; two elements of 4 bits in each."""
     found = np.ascontiguousarray(np.asarray(array))
-    return found.reshape(found.shape[0], -1).view(np.uint8)
+    found = found.reshape(found.shape[0], -1)
+    if found.dtype.name in PAIRED_DTYPES:
+        codes = found.view(np.uint8) & 15  # NumPy keeps each element in a byte of its own
+        return codes[:, 0::2] | codes[:, 1::2] << 4
+    return found.view(np.uint8)
+
+
+def decoded(raw, dtype):
+    """Bytes as elements of a stored dtype, by NumPy."""
+    if dtype not in PAIRED_DTYPES:
+        return raw.view(STORED_DTYPES[dtype])
+    codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
+    if dtype == "int4":
+        codes = codes.astype(np.int8)
+        return np.where(codes < 8, codes, codes - 16).astype(STORED_DTYPES[dtype])
+    return codes.view(STORED_DTYPES[dtype])
 
 
 def filled(store):
@@ -44,7 +59,7 @@ def values_of(part, count):
     """Random bits as values of the part."""
     rng = np.random.default_rng(part.byte_count)
     raw = without_float8_nan(rng.integers(0, 256, (count, part.byte_count), np.uint8))
-    return jnp.asarray(raw.view(STORED_DTYPES[part.dtype]).reshape(count, *part.shape))
+    return jnp.asarray(decoded(raw, part.dtype).reshape(count, *part.shape))
 
 
 def test_an_entry_is_the_bytes_of_its_parts_side_by_side_and_zeros():
@@ -132,6 +147,53 @@ def test_values_are_cast_to_the_stored_dtype_as_numpy_casts_them():
         words = np.array(pack(jnp.asarray(wide), part))
         stored = wide.astype(STORED_DTYPES[dtype])
         np.testing.assert_array_equal(words.view(np.uint8)[:, : part.byte_count], bits(stored))
+
+
+@pytest.mark.parametrize("dtype", PAIRED_DTYPES)
+@pytest.mark.parametrize("lifetime", [CONTEXT, REQUEST], ids=str)
+def test_all_pairs_of_4_bit_codes_survive_and_lie_two_in_a_byte(dtype, lifetime):
+    part = Part(SITE, "part", (4, 128), dtype, lifetime)
+    assert part.byte_count == 256
+    store = PackedStore(plan([part], 64 << 10, PAGE))
+    (pool,) = store.plan.sub_pools
+    pairs = np.stack([np.arange(256), 255 - np.arange(256)]).astype(np.uint8)
+    values = jnp.asarray(decoded(pairs, dtype).reshape(2, 4, 128))
+    at = jnp.asarray([3, 1], jnp.int32)
+    if lifetime.is_request:
+        after = store.write_state(filled(store), part.key, at, values)
+        read = store.read_state(after, part.key, at)
+    else:
+        after = store.write_entries(filled(store), pool, at * PAGE, {part.key: values})
+        read = store.read_pages(after, part.key, at[:, None])[:, 0]
+    units = np.array(after).reshape(-1)[: pool.unit_count * pool.unit_granules * 32]
+    units = units.reshape(pool.unit_count, -1).view(np.uint8)
+    np.testing.assert_array_equal(units[[3, 1], :256], pairs)
+    np.testing.assert_array_equal(bits(read), pairs)
+    np.testing.assert_array_equal(
+        np.asarray(read.astype(jnp.float32)), np.asarray(values).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("dtype, largest", [("int8", 127), ("int4", 7), ("float8_e4m3fn", 448),
+                                            ("float4_e2m1fn", 6)])  # fmt: skip
+def test_values_and_their_scales_go_through_one_entry(dtype, largest):
+    """Quantised per head: what is read back is what NumPy makes of it, to the last bit."""
+    key = Part(SITE, "key", (2, 64), dtype, CONTEXT)
+    scale = Part(SITE, "key_scale", (2,), "float16", CONTEXT)
+    store = PackedStore(plan([key, scale], 64 << 10, PAGE))
+    (pool,) = store.plan.sub_pools
+    wide = np.random.default_rng(3).normal(size=(PAGE, 2, 64)).astype(np.float32)
+    scales = (np.abs(wide).max(axis=-1) / largest).astype(np.float16)
+    small = np.clip(wide / scales[..., None].astype(np.float32), -largest, largest)
+    if "int" in dtype:
+        small = np.rint(small)
+    rows = jnp.arange(PAGE, dtype=jnp.int32) + 2 * PAGE
+    new = {key.key: jnp.asarray(small), scale.key: jnp.asarray(scales)}
+    after = store.write_entries(filled(store), pool, rows, new)
+    page = jnp.asarray([[2]], jnp.int32)
+    found, found_scales = (store.read_pages(after, part.key, page)[0] for part in (key, scale))
+    np.testing.assert_array_equal(bits(found), bits(small.astype(STORED_DTYPES[dtype])))
+    np.testing.assert_array_equal(bits(found_scales), bits(scales))
 
 
 def uneven(lifetime):

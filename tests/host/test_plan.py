@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from tests.memory.twin import packs_fast
 from unimem_jax.errors import UsageError
 from unimem_jax.plan import plan, size_text
-from unimem_jax.spec import CONTEXT, REQUEST, STORED_DTYPES, Part, Site, request, window
+from unimem_jax.spec import (
+    CONTEXT,
+    PAIRED_DTYPES,
+    REQUEST,
+    STORED_DTYPES,
+    Part,
+    Site,
+    request,
+    window,
+)
 
 KIB, GIB = 1 << 10, 1 << 30
 LIFETIMES = [CONTEXT, REQUEST, request("checkpoint"), window(1), window(7), window(64)]
@@ -26,6 +35,7 @@ def declared(draw):
         name = draw(st.sampled_from(["key", "value", "scale", "state"]))
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
         dtype = draw(st.sampled_from(list(STORED_DTYPES)))
+        shape = (*shape, 2) if dtype in PAIRED_DTYPES else shape
         lifetime, draft = draw(st.sampled_from(LIFETIMES)), draw(st.booleans())
         stride = 1 if lifetime.is_request else draw(st.sampled_from([1, 1, 1, 2, 4]))
         found[site, name] = Part(site, name, shape, dtype, lifetime, stride, draft)

@@ -26,7 +26,7 @@ WRONG_PARTS = [
     ("shape", [2, 5], "[2, 5]"),
     ("shape", 10, "10"),
     ("dtype", "float64", "'float64'"),
-    ("dtype", "int4", "'int4'"),
+    ("dtype", "int2", "'int2'"),
     ("dtype", "", "''"),
     ("lifetime", "context", "'context'"),
     ("lifetime", 64, "64"),
@@ -101,8 +101,15 @@ def test_a_query_sees_the_last_tokens_of_its_window_and_itself(tokens, length):
 
 @pytest.mark.parametrize("dtype", STORED_DTYPES)
 def test_bytes_of_a_part_are_elements_times_their_size(dtype):
-    part = Part(**PART | {"shape": (3, 7, 11), "dtype": dtype})
-    assert part.byte_count == 231 * np.zeros(1, STORED_DTYPES[dtype]).nbytes
+    part = Part(**PART | {"shape": (3, 7, 22), "dtype": dtype})
+    is_paired = dtype in ("int4", "uint4", "float4_e2m1fn")
+    assert part.byte_count == (231 if is_paired else 462 * STORED_DTYPES[dtype].itemsize)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn"])
+def test_half_a_byte_is_refused(dtype):
+    with pytest.raises(UsageError, match="35 elements; pad it to an even number"):
+        Part(**PART | {"shape": (5, 7), "dtype": dtype})
 
 
 def test_bytes_of_a_huge_part_do_not_wrap():
