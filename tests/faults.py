@@ -11,7 +11,7 @@ cleans up after it. Ordinary calls go on between the steps.
     liar        a caller frees twice, names ids that it does not hold, and unpins what others hold
 """
 
-from unimem_jax.errors import OutOfMemory, UsageError
+from unimem_jax.errors import NeverFits, UsageError
 
 
 def starve(world, rng):
@@ -85,7 +85,7 @@ def liar(world, rng):
     greed = [units + 1 for units in world.geometry.unit_counts]
     for _ in range(rng.randint(5, 20)):
         world.refuse(UsageError, rng.choice(lies(world, rng)))
-        world.refuse(OutOfMemory, lambda: world.allocator.commit(greed))
+        world.refuse(NeverFits, lambda: world.allocator.commit(greed))
         yield
 
 

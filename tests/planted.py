@@ -157,6 +157,10 @@ def float_rounded_down(original):
     return _bounds
 
 
+def twice_the_budget(original):
+    return lambda self, granules: original(self, granules * 2)
+
+
 def loose_targets(original):
     def tight(end, bounds, kept, count):
         lo, hi = original(end, bounds, kept, count)
@@ -204,6 +208,7 @@ PLANTED = [
     Bug("overlapping units are not asked", ledger.Ledger, "settled", only_its_own_sub_pool),
     Bug("a freed unit forgets a queued move", ledger.Ledger, "free_one", queued_moves_forgotten),
     Bug("one ticket retires all", ledger.Ledger, "retire", retire_releases_everything),
+    Bug("compaction takes more than its budget", layout.Layout, "compact", twice_the_budget),
     Bug("a band moves a unit too many", bands, "_tight", loose_targets),
     Bug("fits always says yes", bands, "packed_fits", lambda _: lambda *_: True),
 ]

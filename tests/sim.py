@@ -31,11 +31,8 @@ def random_geometry(rng):
     units = [rng.choice([1, 2, 3, 4, 6, 9]) for _ in ends]
     is_slot = [rng.random() < 0.3 for _ in ends]
     arena = rng.randint(max(units), 160 if rng.random() < 0.97 else 1200)
-    ids = (
-        0
-        if all(is_slot)
-        else arena // min(u for u, slot in zip(units, is_slot, strict=True) if not slot)
-    )
+    pages = [unit for unit, slot in zip(units, is_slot, strict=True) if not slot]
+    ids = max(1, arena // min(pages) // rng.choice([1, 1, 1, 3])) if pages else 0
     return Geometry(arena, tuple(units), tuple(ends), tuple(is_slot), ids)
 
 
@@ -53,11 +50,16 @@ def one_call(world, rng):
     """One random call; about one in ten is wrong on purpose."""
     pages = world.page_pools
     states = [i for i in world.sub_pools if i not in pages]
-    pool = rng.choice(world.sub_pools)
+    moves = world.allocator._moves
+    is_early = bool(moves) and rng.random() < 0.5  # for ids whose move has not run yet
+    pool = moves[-1].sub_pool if is_early else rng.choice(world.sub_pools)
     live = world.live(pool)
     is_committed = rng.random() < 0.3
     demand = [rng.randint(0, 4) if rng.random() < 0.5 else 0 for _ in world.sub_pools]
     some = rng.sample(live, min(len(live), rng.randint(1, 6)))
+    if is_early:
+        owners = world.allocator.tables[pool].owner[moves[-1].destinations].tolist()
+        some = [id_ for id_ in owners if id_ in world.sharers[pool]][:1]
     any_page = world.pages()
     names, filling, draining = zip(*CALLS, strict=True)
     name = rng.choices(names, filling if world.is_filling else draining)[0]
@@ -84,6 +86,8 @@ def one_call(world, rng):
         world.free(ids, is_single=rng.random() < 0.4 and len(ids) == 1)
     elif name in ("commit", "uncommit", "make_room"):
         getattr(world, name)(demand)
+    elif name == "compact":
+        world.compact(rng.choice([0, 128, 500, 3000, 10**9]))
     elif name in ("pin", "fence") and live and len(world.pins) < 4:
         getattr(world, name)(pool, rng.choice(live), rng.choice(["copy", "peer"]))
     elif name == "unpin" and world.pins:
@@ -100,6 +104,7 @@ def one_call(world, rng):
 CALLS = [
     ("grant", 40, 8), ("slot", 20, 4), ("map_more", 4, 4), ("share", 2, 2), ("drop", 4, 30),
     ("free", 3, 15), ("commit", 6, 2), ("uncommit", 2, 6), ("make_room", 5, 5), ("pin", 2, 2),
+    ("compact", 4, 6),
     ("fence", 2, 2), ("unpin", 6, 12), ("step", 20, 20), ("retire", 8, 8),
 ]  # fmt: skip
 
@@ -143,7 +148,8 @@ def run(seed, steps, check_every=CHECK_EVERY, begin=0, faults=tuple(FAULTS)):
         metrics = world.allocator.metrics()
         totals["moved_units"] += sum(metrics["moved_units"])
         totals["move_batches"] += metrics["move_batches"]
-        totals["refusals"] += metrics["refusals"]
+        for reason, count in metrics["refusals"].items():
+            totals[f"refused for {reason}"] += count
     return totals
 
 

@@ -18,12 +18,14 @@ Invariant (checked by `check` with L1 to L9 of the ledger, the layout and the ta
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from unimem_jax.bands import Geometry
-from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
-from unimem_jax.layout import UNIFIED, Batch, Layout, Split
+from unimem_jax.bands import Geometry, Split
+from unimem_jax.capacity import Capacity
+from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, require_counts
+from unimem_jax.layout import UNIFIED, Batch, Layout
 from unimem_jax.ledger import FENCED, LIVE
 from unimem_jax.plan import GRANULE_BYTES
 from unimem_jax.tables import IdSpace, Table
@@ -33,13 +35,11 @@ __all__ = ["UNIFIED", "Allocator", "Batch", "Split"]
 Ids = int | Sequence[int] | np.ndarray
 
 
-class Allocator:
+class Allocator(Capacity):
     """Grants ids and units of all sub-pools from one arena.
 
     Attributes:
       mapping: per sub-pool int64[ids], id -> address or absent. Read only.
-      held: per sub-pool live + committed units. Read only, and not a capacity: ask `fits`.
-      committed: per sub-pool units promised and not yet granted. Read only.
       ledger: tickets and pins (`dispatch`, `retire`, `pin`, `fence`, `settled`); unpin through
         `Allocator.unpin`.
     Raises:
@@ -47,8 +47,7 @@ class Allocator:
     """
 
     def __init__(self, geometry: Geometry, layout: str | Split = UNIFIED):
-        self.geometry = geometry
-        self.layout = Layout(geometry, layout)
+        super().__init__(geometry, Layout(geometry, layout))
         self.ledger = self.layout.ledger
         pages = IdSpace(geometry.id_count)
         self.tables = [
@@ -58,50 +57,11 @@ class Allocator:
         self.pages = pages
         self.page_pools = tuple(i for i, is_slot in enumerate(geometry.is_slot) if not is_slot)
         self.mapping = tuple(table.mapping for table in self.tables)
-        self.held = [0] * len(self.tables)
-        self.committed = [0] * len(self.tables)
         self.high_water = [0] * len(self.tables)
+        self.freed_units = [0] * len(self.tables)
         self.moved_units = [0] * len(self.tables)
         self.batch_count = 0
-        self.refusal_count = 0
         self._moves: list[Batch] = []
-
-    def live(self, sub_pool: int) -> int:
-        """Units of a sub-pool that ids hold."""
-        return self.held[sub_pool] - self.committed[sub_pool]
-
-    def fits(self, demand: Sequence[int]) -> bool:
-        """Whether `demand[i]` more units of every sub-pool can be held: the only capacity question.
-
-        Raises:
-          UsageError: a negative count, or not one per sub-pool.
-        Cost: O(sub-pools) integer operations, under a microsecond for three.
-        """
-        if len(demand) != len(self.held) or min(demand) < 0:
-            raise UsageError(f"a demand is one non-negative count per sub-pool, not {demand!r}")
-        return self.layout.fits(self.held, demand)
-
-    def commit(self, demand: Sequence[int]) -> None:
-        """Promises units: they count in `fits` from now on. No address is touched.
-
-        Raises:
-          OutOfMemory: the demand does not fit.
-        """
-        self._require(demand)
-        for index, count in enumerate(demand):
-            self.committed[index] += count
-            self.held[index] += count
-
-    def uncommit(self, demand: Sequence[int]) -> None:
-        """Takes back a promise.
-
-        Raises:
-          UsageError: more than is committed.
-        """
-        self._require_committed(demand)
-        for index, count in enumerate(demand):
-            self.committed[index] -= count
-            self.held[index] -= count
 
     def make_room(self, demand: Sequence[int], committed: bool = True) -> None:
         """Decides the layout for a whole step at once, so that the grants that follow move nothing.
@@ -110,7 +70,8 @@ class Allocator:
         from holes.
 
         Raises:
-          OutOfMemory: does not fit (not committed), or waits for pins, which it names.
+          OutOfMemory: does not fit (not committed; NeverFits if no empty arena would hold it), or
+            waits for pins, which it names.
           UsageError: more than is committed.
         """
         if committed:
@@ -118,21 +79,6 @@ class Allocator:
         else:
             self._require(demand)
         self._make_room(demand)
-
-    def _require(self, demand: Sequence[int]) -> None:
-        if not self.fits(demand):
-            self.refusal_count += 1
-            raise OutOfMemory(
-                f"{tuple(demand)} more units do not fit beside {tuple(self.held)} held"
-            )
-
-    def _require_committed(self, demand: Sequence[int]) -> None:
-        if len(demand) != len(self.held) or min(demand) < 0:
-            raise UsageError(f"a demand is one non-negative count per sub-pool, not {demand!r}")
-        if any(count > most for count, most in zip(demand, self.committed, strict=True)):
-            raise UsageError(
-                f"{tuple(demand)} units exceed {tuple(self.committed)} committed; commit them first"
-            )
 
     def _make_room(self, demand: Sequence[int]) -> None:
         for band, count in zip(self.layout.bands, demand):  # noqa: B905
@@ -143,8 +89,32 @@ class Allocator:
         try:
             batches = self.layout.make_room(demand)
         except OutOfMemory:
-            self.refusal_count += 1
+            self.refusals["pins"] += 1
             raise
+        self._redirect(batches)
+
+    def compact(self, most_bytes: int) -> int:
+        """Pays down fragmentation: moves at most so many bytes into the inner holes of bands.
+
+        For a step with bandwidth to spare. It takes nothing from `fits` and from grants, and what
+        it moves now no grant has to move later.
+
+        Returns:
+          Bytes that the batches it adds to `take_moves` move; 0 once there is nothing to gain.
+        Raises:
+          UsageError: a negative number of bytes.
+        Cost: O(sub-pools) where there are no inner holes; else one pass over such bands in NumPy.
+        """
+        require_counts(most_bytes=most_bytes)
+        batches = self.layout.compact(most_bytes // GRANULE_BYTES)
+        self._redirect(batches)
+        moved = [0] * len(self.tables)
+        for batch in batches:
+            moved[batch.sub_pool] += len(batch.sources)
+        return self._bytes(moved)
+
+    def _redirect(self, batches: Sequence[Batch]) -> None:
+        """Lets ids follow their units."""
         for batch in batches:
             self.tables[batch.sub_pool].move(batch.sources, batch.destinations)
             self.moved_units[batch.sub_pool] += len(batch.sources)
@@ -237,7 +207,7 @@ class Allocator:
         else:
             self._require(demand)
         if ids is not None and ids.free_count < count:
-            self.refusal_count += 1
+            self.refusals["ids"] += 1
             raise OutOfMemory(f"{count} ids wanted, {ids.free_count} of {ids.count} are free")
         self._make_room(demand)
         for index in pools:
@@ -321,6 +291,7 @@ class Allocator:
             addresses, is_last = self.tables[index].drop(known)
             self.layout.give(index, addresses)
             self.held[index] -= len(addresses)
+            self.freed_units[index] += len(addresses)
             uses -= is_last
             freed_count += len(addresses)
         ids.uses[known] = uses
@@ -339,6 +310,7 @@ class Allocator:
             return 0
         self.layout.give_one(sub_pool, address)
         self.held[sub_pool] -= 1
+        self.freed_units[sub_pool] += 1
         if not table.ids.uses_view[id_]:
             table.ids.give_one(id_)
         return 1
@@ -359,22 +331,33 @@ class Allocator:
         """
         return [table.take_changes() for table in self.tables]
 
-    def metrics(self) -> dict[str, int | list[int]]:
-        """Plain numbers; lists have one entry per sub-pool. Cost: O(sub-pools + pins)."""
-        ledger, granules = self.ledger, self.geometry.unit_granules
-        moved = zip(self.moved_units, granules, strict=True)
+    def metrics(self) -> dict[str, Any]:
+        """Plain numbers: lists have one entry per sub-pool, `refusals` one per reason.
+
+        `moved_per_freed` is what room costs: bytes moved for each byte that was freed.
+
+        Cost: O(sub-pools + pins).
+        """
+        ledger, pools = self.ledger, range(len(self.tables))
+        moved, freed = self._bytes(self.moved_units), self._bytes(self.freed_units)
         return {
-            "live": [self.live(index) for index in range(len(self.tables))],
+            "live": [self.live(index) for index in pools],
             "committed": list(self.committed),
             "holes": [band.hole_count for band in self.layout.bands],
             "pinned": [len(pins) for pins in ledger.pins],
-            "pending": [ledger.pending_count(index) for index in range(len(self.tables))],
+            "pending": [ledger.pending_count(index) for index in pools],
             "high_water": list(self.high_water),
             "moved_units": list(self.moved_units),
-            "moved_bytes": sum(count * unit for count, unit in moved) * GRANULE_BYTES,
+            "moved_bytes": moved,
             "move_batches": self.batch_count,
-            "refusals": self.refusal_count,
+            "freed_bytes": freed,
+            "moved_per_freed": moved / freed if freed else 0.0,
+            "refusals": dict(self.refusals),
         }
+
+    def _bytes(self, units: Sequence[int]) -> int:
+        pairs = zip(units, self.geometry.unit_granules, strict=True)
+        return sum(count * granules for count, granules in pairs) * GRANULE_BYTES
 
     def check(self) -> None:
         """Verifies L1 to L10 from scratch.

@@ -39,6 +39,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 
+import numpy as np
+
 from unimem_jax.errors import UsageError
 
 EXACT_CANDIDATES = 32  # up to here every number of moved units is tried; then each is 1/8 larger
@@ -106,6 +108,17 @@ class Geometry:
         return tuple(count if is_slot else self.id_count for is_slot, count in slots)
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A layout of fixed shares, one per sub-pool, for comparison: never moves, never lends.
+
+    Attributes:
+      caps: units of each sub-pool; shares lie in physical order from granule 0.
+    """
+
+    caps: tuple[int, ...]
+
+
 def fits(geometry: Geometry, counts: Sequence[int]) -> bool:
     """Whether `counts[i]` units of every sub-pool i can lie in the arena at once: the closed form.
 
@@ -161,6 +174,61 @@ def choose_targets(
         if budget >= everything:
             return None
         budget *= 8
+
+
+def shares_of(geometry: Geometry, caps: Sequence[int]) -> Targets:
+    """The fixed interval of every sub-pool, in physical order from granule 0.
+
+    Raises:
+      UsageError: not one non-negative cap per sub-pool, or shares beyond the arena.
+    """
+    if len(caps) != len(geometry.ends) or min(caps) < 0:
+        raise UsageError(f"a split needs one non-negative cap per sub-pool, not {caps}")
+    shares = []
+    position = 0
+    for unit, cap in zip(geometry.unit_granules, caps, strict=True):
+        start = -(-position // unit)
+        shares.append((start, start + cap))
+        position = (start + cap) * unit if cap else position
+    if position > geometry.arena_granules:
+        raise UsageError(
+            f"shares of {caps} units need {position} granules; there are {geometry.arena_granules}"
+        )
+    return shares
+
+
+def squeezed(held: Held, bounds: Interval, end: str, most: int) -> tuple[Interval, Interval]:
+    """A smaller interval for one band, with at most `most` of its units outside it.
+
+    The band draws in towards its end of the arena; a float towards the stretch where it needs the
+    fewest moves in all. Outermost units go first.
+
+    Args:
+      held: occupied and pinned addresses; a pinned one stays, and what lies behind it.
+      bounds: what the band covers; all occupied addresses lie in it.
+    Returns:
+      The interval, inside `bounds` and with room for all units; and the stretch of it that moved
+      units land in, so that none has to move again.
+    """
+    occupied, pinned = np.asarray(held[0]), held[1]
+    count, (lo, hi) = len(occupied), bounds
+    dense = lo if end == "low" else hi - count
+    if end == "float" and count:
+        if len(pinned):  # a stretch that holds them, if one can
+            lo, dense = max(lo, pinned[-1] + 1 - count), min(dense, pinned[0])
+        starts = np.clip(occupied, min(lo, dense), dense)
+        inside = np.searchsorted(occupied, starts + count) - np.searchsorted(occupied, starts)
+        dense = int(starts[inside.argmax()])
+    first, last = np.searchsorted(occupied, (dense, dense + count)).tolist()
+    below, above = first, count - last
+    if len(pinned):
+        nearest = np.searchsorted(occupied, (pinned[0], pinned[-1])).tolist()
+        below, above = min(below, nearest[0]), min(above, count - 1 - nearest[1])
+    below = min(below, most)
+    above = min(above, most - below)
+    lo = dense if below == first else int(occupied[below])
+    hi = dense + count if above == count - last else int(occupied[count - 1 - above]) + 1
+    return (lo, hi), (dense, dense + count)
 
 
 def batch_order(sides: Sequence[tuple[bool, bool]]) -> list[int]:

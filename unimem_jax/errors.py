@@ -20,6 +20,10 @@ class OutOfMemory(UnimemError):
     """The demand does not fit now; the same demand may fit later."""
 
 
+class NeverFits(OutOfMemory):
+    """Not even an empty arena holds the demand: it is no use to wait."""
+
+
 class PeerError(UnimemError):
     """Another process broke its side of a transfer."""
 

@@ -26,10 +26,13 @@ from unimem_jax.bands import (
     NO_MORE,
     Geometry,
     Interval,
+    Split,
     Targets,
     batch_order,
     choose_targets,
     packed_fits,
+    shares_of,
+    squeezed,
 )
 from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
 from unimem_jax.ledger import (
@@ -43,21 +46,12 @@ from unimem_jax.ledger import (
     TRIM,
     VACATED,
     Ledger,
+    trimmed_end,
+    trimmed_start,
 )
 
 GROWTH_UNITS = 64  # most units a band takes ahead of need, and at most 1/8 of its gap
 UNIFIED = "unified"
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A layout of fixed shares, one per sub-pool, for comparison: never moves, never lends.
-
-    Attributes:
-      caps: units of each sub-pool; shares lie in physical order from granule 0.
-    """
-
-    caps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +99,7 @@ class Layout:
         self.caps: tuple[int, ...] = ()
         if isinstance(layout, Split):
             self.caps = layout.caps
-            self.shares = _shares(geometry, layout.caps)
+            self.shares = shares_of(geometry, layout.caps)
             for band, (lo, _) in zip(self.bands, self.shares, strict=True):
                 band.end, band.lo, band.hi = "low", lo, lo
         elif layout != UNIFIED:
@@ -236,12 +230,17 @@ class Layout:
                 band.push(np.arange(start, stop)[::step])
         band.lo, band.hi = lo, hi
 
+    def _hull(self, index: int) -> Interval:
+        """What a band covers without the holes at its edges. Cost: O(those holes)."""
+        band, view = self.bands[index], memoryview(self.ledger.states[index])
+        hi = band.hi if band.end == "high" else trimmed_end(view, band.lo, band.hi)
+        lo = band.lo if band.end == "low" else trimmed_start(view, band.lo, hi)
+        return lo, hi
+
     def _trim(self) -> None:
         """Lets every band go of the holes at its edges."""
         for index, band in enumerate(self.bands):
-            view = memoryview(self.ledger.states[index])
-            hi = band.hi if band.end == "high" else _trimmed_end(view, band.lo, band.hi)
-            lo = band.lo if band.end == "low" else _trimmed_start(view, band.lo, hi)
+            lo, hi = self._hull(index)
             if (lo, hi) == (band.lo, band.hi):
                 continue
             self.ledger.apply(index, slice(band.lo, lo), TRIM)
@@ -268,10 +267,39 @@ class Layout:
                 f"the demand {tuple(demand)} waits for pins on {self._blocking(demand)}"
             )
         moves = [
-            self._shift(index, targets[index], occupied[index]) for index in range(len(targets))
+            self._shift(index, target, occupied[index], target)
+            for index, target in enumerate(targets)
         ]
         order = batch_order([sides for _, sides in moves])
         return [moves[index][0] for index in order]
+
+    def compact(self, granules: int) -> list[Batch]:
+        """Moves at most so many granules from the edges of bands into their own holes.
+
+        A band only draws in, so no other has to move first and the answers of `fits` stay what they
+        were. Repeated, it leaves no inner hole unless a pin holds an edge.
+
+        Cost: O(holes at the edges); O(units in a band) in NumPy where it has inner holes.
+        """
+        batches = []
+        for index, band in enumerate(self.bands if self.shares is None else ()):
+            most = granules // band.unit
+            if not most or not self.inner_holes(index):
+                continue
+            occupied = _places(self.ledger.states[index][band.lo : band.hi] != HOLE, band.lo)
+            held = occupied, sorted(self.ledger.pins[index])
+            target, dense = squeezed(held, self._hull(index), band.end, most)
+            batch, _ = self._shift(index, target, occupied, dense)
+            if len(batch.sources):
+                granules -= len(batch.sources) * band.unit
+                batches.append(batch)
+        return batches
+
+    def inner_holes(self, index: int) -> int:
+        """Holes of a band that have a unit on either side, or on the one that is not an end."""
+        band = self.bands[index]
+        lo, hi = self._hull(index)
+        return band.hole_count - (band.hi - hi) - (lo - band.lo)
 
     def _blocking(self, demand: Sequence[int]) -> str:
         """Names the pins in the way of the layout that would be chosen without any."""
@@ -289,10 +317,10 @@ class Layout:
         return ", ".join(names)
 
     def _shift(
-        self, index: int, target: Interval, occupied: np.ndarray
+        self, index: int, target: Interval, occupied: np.ndarray, landing: Interval
     ) -> tuple[Batch, tuple[bool, bool]]:
-        """Makes a band cover its target. Returns its batch and (has units below the target, has
-        units above).
+        """Makes a band cover its target; units move into the part `landing` of it. Returns its
+        batch and (has units below the target, has units above).
         """
         band = self.bands[index]
         lo, hi = target
@@ -305,8 +333,9 @@ class Layout:
         holes = _places(states[lo:hi] == HOLE, lo)
         # Units from above go to the lowest holes and units from below to the highest, away from
         # the neighbour that pushes them.
-        rank, left = len(occupied) - above, len(holes) - below
-        destinations = np.concatenate((holes[left:], holes[:rank]))
+        first, last = np.searchsorted(holes, landing)
+        rank, left = first + len(occupied) - above, last - below
+        destinations = np.concatenate((holes[left:last], holes[first:rank]))
         self.ledger.move(index, sources, destinations)
         for start, stop in ((band.lo, min(band.hi, lo)), (max(band.lo, hi), band.hi)):
             if start < stop:
@@ -314,7 +343,7 @@ class Layout:
         band.lo, band.hi, band.hole_count = lo, hi, 0
         if lo == hi:
             band.lo = band.hi = band.top if band.end == "high" else 0
-        holes = holes[rank:left]
+        holes = np.concatenate((holes[:first], holes[rank:left], holes[last:]))
         band.push(holes[::-1] if band.end == "low" else holes)
         return Batch(index, sources, destinations), (bool(below), bool(len(occupied) > above))
 
@@ -345,47 +374,8 @@ class Layout:
                 raise InvariantError(f"L6: the stack of band {index} is not the set of its holes")
 
 
-def _shares(geometry: Geometry, caps: Sequence[int]) -> Targets:
-    if len(caps) != len(geometry.ends) or min(caps) < 0:
-        raise UsageError(f"a split needs one non-negative cap per sub-pool, not {caps}")
-    shares = []
-    position = 0
-    for unit, cap in zip(geometry.unit_granules, caps, strict=True):
-        start = -(-position // unit)
-        shares.append((start, start + cap))
-        position = (start + cap) * unit if cap else position
-    if position > geometry.arena_granules:
-        raise UsageError(
-            f"shares of {caps} units need {position} granules; there are {geometry.arena_granules}"
-        )
-    return shares
-
-
 def _places(is_wanted: np.ndarray, start: int) -> np.ndarray:
     """The addresses from `start` on for which the flag is set."""
     found = np.flatnonzero(is_wanted)
     found += start
     return found
-
-
-def _trimmed_end(view: memoryview, lo: int, hi: int) -> int:
-    """The end of [lo, hi) without its trailing holes. Cost: O(holes dropped)."""
-    window = 64
-    while hi > lo:
-        start = max(lo, hi - window)
-        kept = bytes(view[start:hi]).rstrip(bytes([HOLE]))
-        if kept:
-            return start + len(kept)
-        hi, window = start, window * 8
-    return lo
-
-
-def _trimmed_start(view: memoryview, lo: int, hi: int) -> int:
-    window = 64
-    while lo < hi:
-        stop = min(hi, lo + window)
-        kept = bytes(view[lo:stop]).lstrip(bytes([HOLE]))
-        if kept:
-            return stop - len(kept)
-        lo, window = stop, window * 8
-    return hi

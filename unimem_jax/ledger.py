@@ -290,3 +290,27 @@ class Ledger:
             raise InvariantError(
                 f"L3: ticket {self.retired} retired, but only {self.dispatched} dispatched"
             )
+
+
+def trimmed_end(view: memoryview, lo: int, hi: int) -> int:
+    """The end of states [lo, hi) without trailing holes. Cost: O(holes dropped)."""
+    window = 64
+    while hi > lo:
+        start = max(lo, hi - window)
+        kept = bytes(view[start:hi]).rstrip(bytes([HOLE]))
+        if kept:
+            return start + len(kept)
+        hi, window = start, window * 8
+    return lo
+
+
+def trimmed_start(view: memoryview, lo: int, hi: int) -> int:
+    """The start of states [lo, hi) without leading holes. Cost: O(holes dropped)."""
+    window = 64
+    while lo < hi:
+        stop = min(hi, lo + window)
+        kept = bytes(view[lo:stop]).lstrip(bytes([HOLE]))
+        if kept:
+            return stop - len(kept)
+        lo, window = stop, window * 8
+    return hi

@@ -15,7 +15,7 @@ from unimem_jax.packet import Packet
 from unimem_jax.plan import Plan
 from unimem_jax.requests import Request, Work
 
-SCRATCH = {"marks", "refusal_count"}  # may change in a call that raises
+SCRATCH = {"marks", "refusals"}  # may change in a call that raises
 
 
 def frozen(thing, seen=None):

@@ -8,7 +8,7 @@ import pytest
 
 from unimem_jax.allocator import Allocator, Split
 from unimem_jax.bands import Geometry
-from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
+from unimem_jax.errors import InvariantError, NeverFits, OutOfMemory, UsageError
 
 # Slots of 4 granules from below, window pages of 3 between, context pages of 2 from the top.
 GEOMETRY = Geometry(40, (4, 3, 2), ("low", "float", "high"), (True, False, False), 20)
@@ -259,12 +259,26 @@ def test_a_wrong_call_gets_one_clear_error_and_changes_nothing(memory, call):
     memory.check()
 
 
-def test_a_demand_that_does_not_fit_is_counted_as_refused_and_changes_nothing(memory):
+def test_refusals_are_counted_by_reason_and_change_nothing(memory):
+    memory.commit([1, 0, 0])
     for _ in range(2):
         with pytest.raises(OutOfMemory, match="do not fit"):
-            memory.grant_pages(21, [CONTEXT], committed=False)
-    assert memory.metrics()["refusals"] == 2
+            memory.grant_pages(19, [CONTEXT], committed=False)
+    with pytest.raises(OutOfMemory, match="ids"):
+        (few := Allocator(Geometry(9, (1,), ("low",), (False,), 1))).grant_pages(2, None, False)
+    assert few.metrics()["refusals"] == {"bytes": 0, "ids": 1, "pins": 0, "never": 0}
+    assert memory.metrics()["refusals"] == {"bytes": 2, "ids": 0, "pins": 0, "never": 0}
     assert memory.metrics()["live"] == [0, 0, 0]
+
+
+def test_a_demand_that_can_never_fit_says_what_it_needs_and_what_there_is(memory):
+    for call in (memory.commit, lambda demand: memory.make_room(demand, committed=False)):
+        with pytest.raises(NeverFits, match="can never fit") as caught:
+            call([2, 0, 21])
+        assert "2 * 512 + 21 * 256 bytes" in str(caught.value)
+        assert "5,120 bytes" in str(caught.value)
+    assert memory.metrics()["refusals"]["never"] == 2
+    assert memory.metrics()["committed"] == [0, 0, 0]
 
 
 def test_ids_that_run_out_before_bytes_are_out_of_memory_too():
@@ -313,6 +327,20 @@ def test_metrics_tell_what_happened():
     assert metrics["high_water"] == [2, 0, 16]
     assert metrics["pinned"] == [0, 0, 1]
     assert metrics["holes"][CONTEXT] == 2
+    assert metrics["freed_bytes"] == 128 * (2 * 2 + 2 * 4)
+    assert metrics["moved_per_freed"] == 0
+    memory.ledger.pin(CONTEXT, int(memory.mapping[CONTEXT][pages[1]]), "another")
+    memory.grant_pages(1, [WINDOW], committed=False)
+    assert memory.metrics()["pinned"] == [0, 0, 2]
+
+
+def test_metrics_tell_what_room_costs_in_moved_bytes():
+    memory, _, pages = filled()
+    lowest = sorted(pages.tolist(), key=lambda id_: memory.mapping[CONTEXT][id_])
+    memory.free(lowest[6:8])
+    memory.grant_slot(SLOT, committed=False)
+    assert memory.metrics()["moved_bytes"] == memory.metrics()["freed_bytes"] == 512
+    assert memory.metrics()["moved_per_freed"] == 1
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         place = source.draw(st.sampled_from(sorted(self.world.pins)))
         self.world.unpin(place, self.world.pins[place][-1])
 
+    @rule(most_bytes=st.sampled_from([0, 128, 400, 10**6]))
+    def compact(self, most_bytes):
+        self.world.compact(most_bytes)
+
     @rule()
     def step(self):
         self.world.step()
@@ -116,7 +120,8 @@ TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=4
 def test_a_seeded_simulation_of_300_000_steps_finds_nothing():
     totals = sim.run(seed=0, steps=300_000)
     assert totals["moved_units"] > 1000, "the simulation hardly ever had to move anything"
-    assert totals["refusals"] > 1000, "the simulation hardly ever ran out"
+    for reason in ("bytes", "ids", "pins", "never"):
+        assert totals[f"refused for {reason}"] > 300, f"hardly ever refused for {reason}"
     assert all(totals[fault] > 1000 for fault in sim.FAULTS), "a fault hardly ever happened"
 
 

@@ -9,7 +9,7 @@ seeded simulation drive the same world.
 from tests.memory.recount import Recount
 from tests.memory.twin import packs_fast
 from unimem_jax.allocator import UNIFIED, Split
-from unimem_jax.errors import OutOfMemory, UsageError
+from unimem_jax.errors import NeverFits, OutOfMemory, UsageError
 
 __all__ = ["UNIFIED", "Split", "World"]
 
@@ -28,6 +28,13 @@ class World(Recount):
             )
         assert self.allocator.fits(demand) == answer, f"fits({demand}) beside {counts}"
         return answer
+
+    def is_possible(self, demand):
+        """Whether an empty arena holds it."""
+        if self.caps is not None:
+            return all(count <= cap for count, cap in zip(demand, self.caps, strict=True))
+        geometry = self.geometry
+        return packs_fast(geometry.arena_granules, geometry.unit_granules, geometry.ends, demand)
 
     def most(self, pool):
         """The most units of one sub-pool that fit."""
@@ -115,6 +122,9 @@ class World(Recount):
             self.uses[id_] = self.uses.get(id_, 0) + 1
 
     def commit(self, demand):
+        if not self.is_possible(demand):
+            self.refuse(NeverFits, lambda: self.allocator.commit(demand))
+            return
         if self.grant(self.fits(demand), lambda: (self.allocator.commit(demand), True)) is not None:
             self.committed = [a + b for a, b in zip(self.committed, demand, strict=True)]
 
@@ -132,6 +142,15 @@ class World(Recount):
         if self.grant(True, lambda: (self.allocator.make_room(demand), True)) is not None:
             holes = self.allocator.metrics()["holes"]
             assert all(a <= b for a, b in zip(demand, holes, strict=True)), "no room was made"
+
+    def compact(self, most_bytes):
+        inner = [self.allocator.layout.inner_holes(pool) for pool in self.sub_pools]
+        moved = self.allocator.compact(most_bytes)
+        left = [self.allocator.layout.inner_holes(pool) for pool in self.sub_pools]
+        assert moved <= most_bytes, "more than the budget was moved"
+        assert all(a <= b for a, b in zip(left, inner, strict=True)), "holes grew"
+        if self.caps is None and not self.pins and most_bytes >= self.geometry.arena_granules * 128:
+            assert not any(left), "inner holes are left"
 
     def share(self, ids, pool):
         if any(id_ not in self.sharers[pool] for id_ in ids):

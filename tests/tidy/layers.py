@@ -16,6 +16,7 @@ HOST_LAYERS = (
     ("plan",),
     ("ledger", "tables"),
     ("layout",),
+    ("capacity",),
     ("allocator",),
     ("packet", "page_tables", "price"),
     ("requests",),
