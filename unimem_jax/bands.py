@@ -197,20 +197,22 @@ def shares_of(geometry: Geometry, caps: Sequence[int]) -> Targets:
     return shares
 
 
-def squeezed(held: Held, bounds: Interval, end: str, most: int) -> tuple[Interval, Interval]:
+def squeezed(
+    occupied: np.ndarray, pinned: Sequence[int], bounds: Interval, end: str, most: int
+) -> tuple[Interval, Interval]:
     """A smaller interval for one band, with at most `most` of its units outside it.
 
     The band draws in towards its end of the arena; a float towards the stretch where it needs the
     fewest moves in all. Outermost units go first.
 
     Args:
-      held: occupied and pinned addresses; a pinned one stays, and what lies behind it.
+      occupied: ascending addresses.
+      pinned: those of them that stay, and so does what lies behind them.
       bounds: what the band covers; all occupied addresses lie in it.
     Returns:
       The interval, inside `bounds` and with room for all units; and the stretch of it that moved
       units land in, so that none has to move again.
     """
-    occupied, pinned = np.asarray(held[0]), held[1]
     count, (lo, hi) = len(occupied), bounds
     dense = lo if end == "low" else hi - count
     if end == "float" and count:

@@ -287,8 +287,8 @@ class Layout:
             if not most or not self.inner_holes(index):
                 continue
             occupied = _places(self.ledger.states[index][band.lo : band.hi] != HOLE, band.lo)
-            held = occupied, sorted(self.ledger.pins[index])
-            target, dense = squeezed(held, self._hull(index), band.end, most)
+            pinned = sorted(self.ledger.pins[index])
+            target, dense = squeezed(occupied, pinned, self._hull(index), band.end, most)
             batch, _ = self._shift(index, target, occupied, dense)
             if len(batch.sources):
                 granules -= len(batch.sources) * band.unit

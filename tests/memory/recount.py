@@ -80,6 +80,7 @@ class Recount:
         return range(address * unit, (address + 1) * unit)
 
     def is_settled(self, pool, address):
+        self.notice_moves()
         ledger = self.allocator.ledger
         answer = all(self.used[g] <= ledger.retired for g in self.granules(pool, address))
         assert ledger.settled(pool, address) == answer, f"is unit {address} of {pool} settled?"

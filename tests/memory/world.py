@@ -215,7 +215,6 @@ class World(Recount):
     def fence(self, pool, id_, user):
         ledger = self.allocator.ledger
         address = self.address(pool, id_)
-        self.notice_moves()
         if (pool, address) in self.pins or not self.is_settled(pool, address):
             self.refuse(UsageError, lambda: ledger.fence(pool, address, user))
             return

@@ -18,7 +18,7 @@ HOST_LAYERS = (
     ("layout",),
     ("capacity",),
     ("allocator",),
-    ("packet", "page_tables", "price"),
+    ("packet", "page_tables", "price", "watch"),
     ("requests",),
     ("pending",),
     ("memory",),
