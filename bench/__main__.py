@@ -7,7 +7,7 @@ COMMANDS = {
     "allocator": ("bench.allocator", "microseconds that the host spends on memory decisions"),
     "decode": (
         "bench.decode",
-        "tokens/s of the decode loop, packed entries beside one array per layer",
+        "tokens/s of the decode loop, packed entries beside one array per layer; or Transformers",
     ),
     "kernels": ("bench.kernels", "time of every kernel at the shapes of its cases"),
     "train-embedded": ("bench.train_embedded", "trains the embedded model from public text"),

@@ -3,7 +3,8 @@ model.
 
 Two stores run the same step over the same requests: the packed arena, and one array per part of
 every layer. They take turns in short blocks of steps, so that a noisy machine disturbs both alike;
-the ratio is the figure to read.
+the ratio is the figure to read. With `--versus transformers` it is compared with another program:
+see `bench/versus.py`.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 
 import unimem_jax as um
+from bench import versus
 from bench.layer_store import LayerStore
 from unimem_jax.memory import Memory, Work
 from unimem_jax.store import PackedStore
@@ -90,6 +92,8 @@ def measure(model: Any, params: Any, plan: um.Plan, batch: int) -> dict[str, Any
 
 def main(arguments: list[str]) -> int:
     """Runs the measurement and prints its table."""
+    if "--versus" in arguments:
+        return versus.main(arguments)
     parser = argparse.ArgumentParser(prog="python -m bench decode", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)

@@ -1,6 +1,5 @@
 """Opens the reference numbers of `references/`: rebuilds a network's folder and loads it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ import numpy as np
 
 import unimem_jax as um
 from tests.models.oracle import Oracle
-from tests.models.references.network import draw_tensors, write_folder
+from tests.models.references.network import FOLDER, rebuild
 
-FOLDER = Path(__file__).with_name("references")
 PAGES = (1, 8, 16, 64)  # tokens
 CHUNKS = (1, 7, 16, 337)  # tokens; the last is the whole longest prompt
 # Each page size and each chunk once; the other pairs are slow tests.
@@ -31,14 +29,6 @@ class Reference:
     params: Any
     oracle: Oracle
     positions: list[np.ndarray]
-
-
-def rebuild(name: str, folder: Path) -> Path:
-    """Writes the hub folder of the network `name`, from its seed and the names of its tensors."""
-    described = json.loads((FOLDER / f"{name}.json").read_text())
-    config = described["config"]
-    tensors = draw_tensors(config, described["tensors"], described["seed"])
-    return write_folder(folder, config, tensors, described["shards"])
 
 
 def open_reference(name: str, folder: Path) -> Reference:

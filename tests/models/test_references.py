@@ -20,12 +20,12 @@ from tests.models.oracle import TOLERANCE, near, require_served, whole
 from tests.models.reference import (
     CHUNKS,
     CONTEXT_TOKENS,
-    FOLDER,
     PAGES,
     PAIRS,
     Reference,
     open_reference,
 )
+from tests.models.references.network import FOLDER
 from tests.models.through_arena import Service
 
 NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5")

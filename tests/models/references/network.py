@@ -13,9 +13,18 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+FOLDER = Path(__file__).parent
 PLAIN_NORM = "linear_attn.norm"  # the one norm of Qwen3.5 whose weight is not added to 1
 MIDDLE_SCALE = 120  # E8M0: weights of MXFP4 are then near 2 ** -7 times their code
 LASTING = -4.0  # log of a DeltaNet's rate: half of its memory is left after some 50 tokens
+
+
+def rebuild(name: str, folder: Path) -> Path:
+    """Writes the hub folder of the network that `NAME.json` describes."""
+    described = json.loads((FOLDER / f"{name}.json").read_text())
+    config = described["config"]
+    tensors = draw_tensors(config, described["tensors"], described["seed"])
+    return write_folder(folder, config, tensors, described["shards"])
 
 
 def draw_tensors(
