@@ -21,17 +21,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from unimem_jax.errors import UsageError
 from unimem_jax.spec import CONTEXT, Part, PartKey, Site
 
-from .folder import Folder
 from .layers import normalise
 from .rotary import Rotary, turn
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-SERVED_DTYPES = ("float32", "bfloat16", "float16")
 PRECISION = lax.Precision.HIGHEST  # float32 weights are multiplied as such on a GPU too
 
 type Weights = Mapping[str, Array]
@@ -67,7 +64,7 @@ class Sizes:
     Attributes:
       width, hidden: channels between layers, and inside a feed-forward.
       is_tied: the head is the embedding.
-      end_token: ends a text when sampled.
+      end_tokens: each ends a text when sampled.
     """
 
     vocab: int
@@ -76,7 +73,7 @@ class Sizes:
     context_tokens: int
     is_tied: bool = False
     start_token: int | None = None
-    end_token: int | None = None
+    end_tokens: tuple[int, ...] = ()
 
 
 class Mixer(Protocol):
@@ -99,13 +96,14 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention with normalised queries and keys and rotary positions.
+    """Grouped-query attention with rotary positions.
 
     Its site owns "key" and "value", both [key_heads, head] per token, for the whole context.
 
     Attributes:
       heads: query heads, key heads, head size.
       rotary: turns the first channels of a head; the rest, if any, stays.
+      norm: of every query and key before it turns, over the channels of a head; None for none.
       is_gated: each query head has a gate, stored behind its query, that weighs its output.
     """
 
@@ -113,7 +111,7 @@ class Attention:
     width: int
     heads: tuple[int, int, int]
     rotary: Rotary
-    norm: Norm
+    norm: Norm | None
     token_dtype: str
     is_gated: bool = False
 
@@ -121,14 +119,15 @@ class Attention:
         """As `Mixer.shapes`."""
         query_heads, key_heads, head = self.heads
         queries, keys = query_heads * head, key_heads * head
-        return {
+        shapes = {
             "self_attn.q_proj.weight": (queries * (2 if self.is_gated else 1), self.width),
             "self_attn.k_proj.weight": (keys, self.width),
             "self_attn.v_proj.weight": (keys, self.width),
             "self_attn.o_proj.weight": (self.width, queries),
-            "self_attn.q_norm.weight": (head,),
-            "self_attn.k_norm.weight": (head,),
         }
+        if self.norm is not None:
+            shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+        return shapes
 
     def parts(self) -> tuple[Part, ...]:
         """As `Mixer.parts`."""
@@ -147,8 +146,10 @@ class Attention:
         key = split_heads(multiply(x, weights["self_attn.k_proj.weight"]), key_heads)
         value = split_heads(multiply(x, weights["self_attn.v_proj.weight"]), key_heads)
         table = self.rotary.table(views.positions)
-        query = _turn_first(self.norm(query, weights["self_attn.q_norm.weight"]), table)
-        key = _turn_first(self.norm(key, weights["self_attn.k_norm.weight"]), table)
+        if self.norm is not None:
+            query = self.norm(query, weights["self_attn.q_norm.weight"])
+            key = self.norm(key, weights["self_attn.k_norm.weight"])
+        query, key = _turn_first(query, table), _turn_first(key, table)
         mixed, views = views.attend(self.site, query, key, value, scale=head**-0.5)
         if self.is_gated:
             wide = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
@@ -161,14 +162,14 @@ class Decoder:
     """A model, following the model protocol.
 
     Attributes:
-      vocab_size, context_tokens, start_token, end_token: of the configuration.
+      vocab_size, context_tokens, start_token, end_tokens: of the configuration.
     """
 
     def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: Norm):
         self.sizes, self.norm = sizes, norm
         self.mixers = tuple(mixers)
         self.vocab_size, self.context_tokens = sizes.vocab, sizes.context_tokens
-        self.start_token, self.end_token = sizes.start_token, sizes.end_token
+        self.start_token, self.end_tokens = sizes.start_token, sizes.end_tokens
 
     def parts(self) -> tuple[Part, ...]:
         """What the model remembers; see docs/ARCHITECTURE.md."""
@@ -220,35 +221,6 @@ class Decoder:
         hidden = self.norm(views.select(x), params[NORM])
         head = params[EMBEDDING if self.sizes.is_tied else HEAD]
         return _multiply_wide(hidden, head), fresh, views
-
-
-def read_params(
-    decoder: Decoder, folder: Folder, dtype: str, *, start: str = "model.", ignored: Sequence[str]
-) -> dict[str, Array]:
-    """The parameters of a decoder, one tensor at a time.
-
-    Args:
-      dtype: of matrices, one of `SERVED_DTYPES`.
-      start: what the folder's names have where `Decoder.shapes` has "model.".
-      ignored: as for `Folder.require`.
-    Raises:
-      UsageError: another dtype, or a tensor that is missing, extra, misshapen or quantised.
-    Cost: the bytes of all tensors; a copy on the host of one of them where dtypes differ.
-    """
-    if dtype not in SERVED_DTYPES:
-        raise UsageError(f"weights are {', '.join(SERVED_DTYPES)}, not {dtype!r}")
-    shapes = decoder.shapes()
-    stored = {
-        name: start + name.removeprefix("model.") if name.startswith("model.") else name
-        for name in shapes
-    }
-    # A file may hold the tied head once more.
-    unread = [*ignored, HEAD] if decoder.sizes.is_tied else ignored
-    folder.require({stored[name]: shape for name, shape in shapes.items()}, unread)
-    return {
-        name: jnp.array(folder.tensor(stored[name], "float32" if len(shape) == 1 else dtype))
-        for name, shape in shapes.items()
-    }
 
 
 def multiply(

@@ -120,12 +120,12 @@ class EmbeddedModel:
     Attributes:
       vocab_size: 256, one token per byte value.
       context_tokens: the longest sequence that it was trained on.
-      start_token, end_token: byte 0, which begins every document and follows its last byte.
+      start_token, end_tokens: byte 0, which begins every document and follows its last byte.
       text: "bytes": a text's tokens are its bytes.
     """
 
     context_tokens = 1024
-    start_token = end_token = 0
+    start_token, end_tokens = 0, (0,)
     text = "bytes"
 
     def __init__(self, sizes: Sizes | None = None, token_dtype: str = "float32"):

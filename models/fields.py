@@ -38,6 +38,11 @@ class Fields:
             raise self.refusal(name, "an object")
         return Fields(value, f"{self.place}: {name}")
 
+    def filled(self, **defaults: Any) -> "Fields":
+        """The same object with values for fields that are absent or null."""
+        given = {name: value for name, value in self._config.items() if value is not None}
+        return Fields({**defaults, **given}, self.place)
+
     def count(self, name: str) -> int:
         """A positive integer."""
         value = self.get(name)
@@ -62,11 +67,15 @@ class Fields:
 
     def token(self, name: str) -> int | None:
         """A token id, or the first of a list of them; None if absent."""
-        value = self.get(name)
-        first = value[0] if isinstance(value, list) and value else value
-        if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
-            raise self.refusal(name, "a token id")
-        return first
+        return next(iter(self.tokens(name)), None)
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        """Token ids, given as one or as a list of them; none if absent."""
+        value = self.get(name, [])
+        found = value if isinstance(value, list) else [value]
+        if any(not isinstance(one, int) or isinstance(one, bool) for one in found):
+            raise self.refusal(name, "a token id or a list of them")
+        return tuple(found)
 
     def require(self, **wanted: Any) -> None:
         """Refuses any value but the one that is computed here, which is what absence means too."""

@@ -72,7 +72,7 @@ class Folder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise UsageError(f"there is no folder {self.path}")
-        self.config: dict[str, Any] = _read_object(self.path / CONFIG)
+        self.config: dict[str, Any] = read_object(self.path / CONFIG)
         self._files = {file.name: _File(file) for file in _weight_files(self.path)}
         self._where = _locate(self.path, self._files)
         self.names = tuple(sorted(self._where))
@@ -146,30 +146,8 @@ class Folder:
         Raises:
           UsageError: names the tensors that are missing, of another shape, or too many.
         """
-        prefixes = tuple(name for name in ignored if name.endswith("."))
-        missing = sorted(expected.keys() - self._where.keys())
-        extra = [
-            name for name in self.names
-            if name not in expected and name not in ignored and not name.startswith(prefixes)
-        ]  # fmt: skip
-        misshapen = [
-            f"{name} is {list(self.shape(name))} and not {list(shape)}"
-            for name, shape in expected.items()
-            if name in self._where and self.shape(name) != tuple(shape)
-        ]
-        faults = [
-            f"{what} {len(names)} tensors: {_listed(names)}"
-            for what, names in (
-                ("it lacks", missing),
-                ("it has another shape for", misshapen),
-                ("nothing is known of", extra),
-            )
-            if names
-        ]
-        if faults:
-            raise UsageError(
-                f"{self.path} does not hold what its {CONFIG} says; {'; '.join(faults)}"
-            )
+        place = f"{self.path} does not hold what its {CONFIG}"
+        require_tensors(place, {n: self.shape(n) for n in self.names}, expected, ignored)
         self._expect(expected)
 
     def require_unquantised(self) -> None:
@@ -194,6 +172,42 @@ class Folder:
         if name not in self._where:
             raise UsageError(f"{self.path} holds no tensor {name}")
         return self._files[self._where[name]]
+
+
+def require_tensors(
+    place: str, shapes: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]],
+    ignored: Collection[str],
+) -> None:  # fmt: skip
+    """Checks that a checkpoint holds exactly the tensors that a model wants.
+
+    Args:
+      place: begins the message.
+      shapes: of all tensors that there are.
+      expected, ignored: as for `Folder.require`.
+    Raises:
+      UsageError: names the tensors that are missing, of another shape, or too many.
+    """
+    prefixes = tuple(name for name in ignored if name.endswith("."))
+    misshapen = [
+        f"{name} is {list(shapes[name])} and not {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != tuple(shape)
+    ]
+    extra = [
+        name for name in sorted(shapes)
+        if name not in expected and name not in ignored and not name.startswith(prefixes)
+    ]  # fmt: skip
+    faults = [
+        f"{what} {len(names)} tensors: {_listed(names)}"
+        for what, names in (
+            ("it lacks", sorted(expected.keys() - shapes.keys())),
+            ("it has another shape for", misshapen),
+            ("nothing is known of", extra),
+        )
+        if names
+    ]
+    if faults:
+        raise UsageError(f"{place} says; {'; '.join(faults)}")
 
 
 class _File:
@@ -233,6 +247,23 @@ class _File:
         return int(end - begin)
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      UsageError: it cannot be read, or is no JSON object.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} holds a JSON {type(found).__name__} and not an object")
+    return found
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights; one file goes before an index, as in Transformers."""
     if (folder / SINGLE).exists():
@@ -256,7 +287,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """The index: tensor to shard."""
-    found = _read_object(folder / INDEX).get("weight_map")
+    found = read_object(folder / INDEX).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise UsageError(f"{folder / INDEX} has no weight_map from tensors to shards")
     return found
@@ -282,18 +313,6 @@ def _locate(folder: Path, files: Mapping[str, _File]) -> dict[str, str]:
                 f"but it is in {where.get(name, 'none')}"
             )
     return where
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{file} holds a JSON {type(found).__name__} and not an object")
-    return found
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ G3  `load` takes a folder whose every tensor fits its configuration, or raises; 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxtyping import Float, Int32
 from unimem_jax.errors import UsageError
 from unimem_jax.spec import CONTEXT, Lifetime, Part, PartKey, Site, window
 
+from .checkpoint import all_ends
 from .experts import choose_experts, mix_experts
 from .folder import Folder
 from .gpt_oss_config import Sizes, read_packing, read_sizes
@@ -203,7 +205,7 @@ class GptOss:
     """A GPT-OSS network, following the model protocol.
 
     Attributes:
-      vocab_size, context_tokens, start_token, end_token: of the configuration.
+      vocab_size, context_tokens, start_token, end_tokens: of the configuration.
     """
 
     def __init__(self, sizes: Sizes, dtype: str = "float32", token_dtype: str | None = None):
@@ -219,7 +221,7 @@ class GptOss:
         self.sizes = sizes
         self.vocab_size = sizes.vocab
         self.context_tokens = sizes.context_tokens
-        self.start_token, self.end_token = sizes.start_token, sizes.end_token
+        self.start_token, self.end_tokens = sizes.start_token, sizes.end_tokens
         self._dtypes = (dtype, token_dtype or dtype)
         network: Network = nnx.eval_shape(lambda: self._network(0))
         self._parts = network.parts()
@@ -279,6 +281,7 @@ def load(
         raise UsageError("gpt_oss has no weights of its own; give a folder with its config.json")
     folder = Folder(path)
     sizes, packing = read_sizes(folder.config), read_packing(folder.config)
+    sizes = replace(sizes, end_tokens=all_ends(folder, sizes.end_tokens))
     model = GptOss(sizes, dtype or "float32")
     names = {name: _hub_name(name) for name in model.leaves()}
     shapes = _hub_shapes(model, names, packing)

@@ -6,6 +6,7 @@ from typing import Any
 
 from unimem_jax.errors import UsageError
 
+from .fields import Fields
 from .mxfp4 import BLOCK_WEIGHTS
 from .rotary import Rotary, read_rotary
 
@@ -23,7 +24,7 @@ class Sizes:
       attention_heads: query heads, key heads, head size.
       chosen: experts that each token goes through.
       gate_limit, gate_slope: of the experts' gated activation.
-      end_token: ends a text when sampled.
+      end_tokens: each ends a text when sampled.
     """
 
     vocab: int
@@ -39,7 +40,7 @@ class Sizes:
     gate_limit: float = 7.0
     gate_slope: float = 1.702
     start_token: int | None = None
-    end_token: int | None = None
+    end_tokens: tuple[int, ...] = ()
 
 
 def read_sizes(config: Mapping[str, Any]) -> Sizes:
@@ -68,6 +69,7 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes:
         raise UsageError(
             f"config.json: num_experts_per_tok is {chosen}, more than the {experts} experts"
         )
+    fields = Fields(config)
     return Sizes(
         vocab=_count(config, "vocab_size"),
         width=_count(config, "hidden_size"),
@@ -81,8 +83,8 @@ def read_sizes(config: Mapping[str, Any]) -> Sizes:
         norm_epsilon=_positive(config, "rms_norm_eps", 1e-5),
         gate_limit=_positive(config, "swiglu_limit", 7.0),
         gate_slope=_positive(config, "swiglu_alpha", 1.702),
-        start_token=_token(config, "bos_token_id"),
-        end_token=_token(config, "eos_token_id"),
+        start_token=fields.token("bos_token_id"),
+        end_tokens=fields.tokens("eos_token_id"),
     )
 
 
@@ -151,11 +153,3 @@ def _positive(config: Mapping[str, Any], field: str, default: float) -> float:
     if not is_number or not 0 < value < float("inf"):
         raise UsageError(f"config.json: {field} is a positive number, not {value!r}")
     return float(value)
-
-
-def _token(config: Mapping[str, Any], field: str) -> int | None:
-    value = config.get(field)
-    value = value[0] if isinstance(value, list) and value else value
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise UsageError(f"config.json: {field} is a token id, not {value!r}")
-    return value

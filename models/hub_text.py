@@ -1,40 +1,64 @@
-"""Text for models of the hub: a folder's `tokenizer.json`, read by the package `tokenizers`.
+"""Text for models of the hub: a folder's `tokenizer.json`, read by the package `tokenizers`, and
+the chat template beside it.
 
-The package is optional. Without it, or without the file, a model takes and gives token ids. This
-knows no chat templates.
+The package is optional. Without it, or without the file, a model takes and gives token ids.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from unimem_jax.errors import UsageError
 
+from .chat import ChatTemplate
+from .folder import read_object
+
 FILE = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"  # newer folders; older ones have it among the settings
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decodes to
 
 
 class HubText:
-    """A tokenizer in the sense of `unimem_jax.text`."""
+    """A tokenizer in the sense of `unimem_jax.text`, for conversations too if it has a template."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, template: ChatTemplate | None = None):
         """Wraps a `tokenizers.Tokenizer`."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, template
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with what the tokenizer puts around it.
+        """Token ids of a prompt, with what the tokenizer puts around it; control tokens are read.
 
         Raises:
           UsageError: for text that is no Unicode, such as half of a surrogate pair.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"the text is not valid Unicode at character {error.start}: "
-                f"{text[error.start]!r}; give its tokens as ids"
-            ) from error
+        _require_unicode(text)
         return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation up to where the answer begins; see `ChatTemplate.encode`.
+
+        Raises:
+          UsageError: there is no template, it refuses the messages or fails, or a text is no
+            Unicode.
+        """
+        if self._template is None:
+            raise UsageError("this model comes without a chat template; give a prompt instead")
+        for message in messages:
+            _require_unicode(message["content"])
+        return self._template.encode(messages, self._encode_literally)
+
+    @cached_property
+    def _literal(self) -> Any:
+        """Takes control tokens for the text that they look like."""
+        found = deepcopy(self._tokenizer)
+        found.encode_special_tokens = True
+        return found
+
+    def _encode_literally(self, text: str) -> list[int]:
+        return list(self._literal.encode(text, add_special_tokens=False).ids)
 
     def stream(self) -> "HubStream":
         """A fresh decoder for one request's new tokens."""
@@ -80,11 +104,22 @@ class HubStream:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text is not valid Unicode at character {error.start}: "
+            f"{text[error.start]!r}; give its tokens as ids"
+        ) from error
+
+
 def read_text(folder: Path, vocab_size: int) -> HubText | None:
     """The tokenizer of a folder; None where it has none, or `tokenizers` is not installed.
 
     Raises:
-      UsageError: a file that is no tokenizer, or one with token ids that the model lacks.
+      UsageError: a file that is no tokenizer, or one with token ids that the model lacks; a chat
+        template that is none.
     """
     file = folder / FILE
     if not file.exists():
@@ -102,4 +137,28 @@ def read_text(folder: Path, vocab_size: int) -> HubText | None:
         raise UsageError(
             f"{file} has the token id {largest}, but the model's vocabulary is {vocab_size}"
         )
-    return HubText(tokenizer)
+    return HubText(tokenizer, _read_template(folder, tokenizer))
+
+
+def _read_template(folder: Path, tokenizer: Any) -> ChatTemplate | None:
+    settings = read_object(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+    source, place = settings.get("chat_template"), folder / SETTINGS
+    if (folder / TEMPLATE).exists():
+        place = folder / TEMPLATE
+        source = place.read_text(encoding="utf-8")
+    if isinstance(source, list):  # several, by name
+        source = next((one["template"] for one in source if one.get("name") == "default"), None)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise UsageError(f"{place}: chat_template is {source!r:.60} and not a text")
+    added = tokenizer.get_added_tokens_decoder()
+    control = {token.content: at for at, token in added.items() if token.special}
+    start, end = (_content(settings.get(f"{name}_token")) for name in ("bos", "eos"))
+    return ChatTemplate(source, control, place=str(place), start=start, end=end)
+
+
+def _content(token: Any) -> str | None:
+    """A token in the settings is its text, or an object that holds it."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None

@@ -10,7 +10,6 @@ and the drafting layers `mtp.` stay unread.
 Text has one position per token, so the three interleaved kinds of rotary position are one.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,26 +19,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from unimem_jax.errors import UsageError
 from unimem_jax.spec import REQUEST, Part, PartKey, Site
 
-from .decoder import (
-    EMBEDDING,
-    Attention,
-    Decoder,
-    Mixer,
-    Norm,
-    Shapes,
-    Weights,
-    multiply,
-    read_params,
-    split_heads,
-)
+from .checkpoint import Loaded, load_folder, read_sizes
+from .decoder import Attention, Decoder, Mixer, Norm, Shapes, Weights, multiply, split_heads
 from .delta import Tokens, delta_rule, short_convolution, unit
 from .fields import Fields
-from .folder import Folder, OnTensor
-from .hub_text import HubText, read_text
-from .qwen3 import FULL, read_sizes
+from .folder import OnTensor
+from .qwen3 import FULL
 
 LINEAR = "linear_attention"
 FULL_INTERVAL = 4  # every fourth layer, where a configuration is silent
@@ -146,7 +133,7 @@ class DeltaNet:
         return 2 * key_heads * key + heads * value
 
 
-def read_decoder(config: Mapping[str, Any], token_dtype: str) -> Decoder:
+def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
     """The text network that a `config.json` describes, with or without vision around it.
 
     Args:
@@ -154,7 +141,7 @@ def read_decoder(config: Mapping[str, Any], token_dtype: str) -> Decoder:
     Raises:
       UsageError: a field is missing, contradicts another, or asks for what is not computed here.
     """
-    outer = fields = Fields(config)
+    outer = fields
     if outer.get("text_config") is not None:
         fields = outer.section("text_config")
     fields.require(attention_bias=False, hidden_act="silu")
@@ -178,17 +165,12 @@ def read_decoder(config: Mapping[str, Any], token_dtype: str) -> Decoder:
 def load(
     path: str | Path | None = None, dtype: str | None = None, *,
     token_dtype: str | None = None, on_tensor: OnTensor | None = None,
-) -> tuple[Decoder, dict[str, Array], HubText | None]:  # fmt: skip
-    """Loads a Qwen3.5 folder; arguments, result, errors and cost as `qwen3.load`."""
-    if path is None:
-        raise UsageError("qwen3_5 ships no weights; give a folder with config.json and safetensors")
-    folder = Folder(path, on_tensor)
-    folder.require_unquantised()
-    start = NESTED if any(name.startswith(NESTED) for name in folder.names) else "model."
-    dtype = dtype or folder.dtype(start + EMBEDDING.removeprefix("model."))
-    decoder = read_decoder(folder.config, token_dtype or dtype)
-    text = read_text(folder.path, decoder.vocab_size)
-    return decoder, read_params(decoder, folder, dtype, start=start, ignored=UNREAD), text
+) -> Loaded:  # fmt: skip
+    """Loads a Qwen3.5 folder; arguments, result, errors and cost as `checkpoint.load_folder`."""
+    return load_folder(
+        path, read_decoder, dtype, token_dtype=token_dtype, on_tensor=on_tensor,
+        nested=NESTED, ignored=UNREAD,
+    )  # fmt: skip
 
 
 def _regular_kinds(fields: Fields) -> tuple[str, ...]:

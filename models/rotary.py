@@ -1,4 +1,4 @@
-"""Rotary positions as a hub configuration describes them: plain, or stretched by YaRN.
+"""Rotary positions as a hub configuration describes them: plain or stretched, as YaRN or Llama 3.
 
 This reads the description and turns queries and keys. It does not rescale attention scores: YaRN's
 factor multiplies cosine and sine, and so reaches the scores through both queries and keys.
@@ -21,6 +21,11 @@ KNOWN = {
     "yarn": {
         "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
         "beta_fast", "beta_slow", "truncate", "attention_factor",
+    },
+    "factors": {"rope_type", "rope_theta", "factors"},  # one per pair, as in GGUF files
+    "llama3": {
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+        "low_freq_factor", "high_freq_factor",
     },
 }  # fmt: skip
 
@@ -63,14 +68,14 @@ def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
     """Rotary positions over a whole head of `head` channels.
 
     Args:
-      settings: the object that a configuration calls `field`: "rope_type" ("default" or "yarn"),
-        "rope_theta" and, for YaRN, "factor", "original_max_position_embeddings", "beta_fast",
-        "beta_slow", "truncate" and "attention_factor", with the defaults of Transformers.
+      settings: the object that a configuration calls `field`: "rope_type" ("default", "yarn" or
+        "llama3"), "rope_theta" and what `KNOWN` lists, with the defaults of Transformers.
     Raises:
       UsageError: another type, a setting that this does not know or that is missing, or a value
         that makes no sense; names it.
     Source: YaRN, Peng et al. 2023, arXiv:2309.00071, section 3; the ramp is rounded outwards to
-      whole channels unless "truncate" is false.
+      whole channels unless "truncate" is false. Llama 3: `apply_scaling` in
+      meta-llama/llama-models.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -82,9 +87,13 @@ def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
     plain = theta ** -(np.arange(0, head, 2) / head)
     if kind == "default":
         return Rotary(tuple(plain.tolist()))
+    if kind == "factors":
+        return Rotary(tuple((plain / np.asarray(given["factors"], np.float64)).tolist()))
 
     factor = _number(given, "factor", field)
     trained = _number(given, "original_max_position_embeddings", field)
+    if kind == "llama3":
+        return _llama3(plain, factor, trained, [_number(given, name, field) for name in _TURNS])
     betas = [_number(given, name, field, default) for name, default in _BETAS.items()]
     # The channel that turns `beta` times within the context of training.
     first, last = (
@@ -102,6 +111,17 @@ def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
 
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_TURNS = ("low_freq_factor", "high_freq_factor")
+
+
+def _llama3(plain: np.ndarray, factor: float, trained: float, turns: list[float]) -> Rotary:
+    """Pairs that turn less often than `turns[0]` in the context of training are slowed down by
+    `factor`, those that turn more often than `turns[1]` are left alone.
+    """
+    few, many = turns
+    many = many if many > few else few + 0.001  # a ramp, however steep
+    natural = np.clip((trained * plain / (2 * math.pi) - few) / (many - few), 0, 1)
+    return Rotary(tuple((plain * natural + plain / factor * (1 - natural)).tolist()))
 
 
 def _number(given: Mapping[str, Any], name: str, field: str, default: float | None = None) -> float:

@@ -1,4 +1,4 @@
-"""The command line: `unimem generate`, `unimem plan`, `unimem demo`.
+"""The command line: `unimem generate`, `unimem plan`, `unimem demo`, `unimem fetch`.
 
 Results go to standard output, progress (on a terminal) and errors to standard error. A mistake of
 the caller is one line and exit code 2, a failure while running is one line and exit code 1, Ctrl-C
@@ -96,12 +96,16 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "generate":
             _add_generate(command)
+    text = "get the weights of a model that ships none"
+    fetching = commands.add_parser("fetch", help=text, description=text)
+    fetching.set_defaults(run=_fetch)
+    fetching.add_argument("name", metavar="NAME", help="such as smollm2")
     return parser
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     either = command.add_mutually_exclusive_group()
-    either.add_argument("--model", default="embedded", metavar="NAME|DIR")
+    either.add_argument("--model", default="embedded", metavar="NAME|DIR|FILE")
     if command.prog.endswith(" plan"):
         either.add_argument(
             "--geometry", metavar="NAME", help="a published model's sizes, such as gpt-oss-20b"
@@ -116,7 +120,9 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     prompts.add_argument("--prompts", metavar="FILE", help="one prompt per line; - for stdin")
+    prompts.add_argument("--chat", action="append", metavar="TEXT", help="a question; as --prompt")
     prompts.add_argument("--ids", action="append", metavar="1,2,3", help="may be repeated")
+    command.add_argument("--system", metavar="TEXT", help="with --chat: what comes before it")
     command.add_argument("--max-tokens", type=int, default=Sampling().max_tokens, metavar="N")
     command.add_argument("--temperature", type=float, default=0.0)
     command.add_argument("--top-k", type=int, default=0)
@@ -133,12 +139,13 @@ def _generate(options: argparse.Namespace) -> int:
         options.max_tokens, options.temperature, options.top_k, options.top_p, options.min_p,
         options.seed, tuple(options.stop),
     )  # fmt: skip
-    prompts = _prompts(options)
+    shown = _prompts(options)
     arena_bytes = size(options.arena)
     with _json_file(options) as write_json:
         from unimem_jax.serving import joined
 
         engine = _engine(options, arena_bytes)
+        prompts = [_conversation(options, engine, one) for one in shown] if options.chat else shown
         counts = [len(engine.intake.encode(prompt)) for prompt in prompts]
         pieces: list[list[Any]] = [[] for _ in prompts]
         is_single = len(prompts) == 1 and options.ids is None
@@ -155,13 +162,13 @@ def _generate(options: argparse.Namespace) -> int:
             stream.close()
             code = INTERRUPTED
         found = [joined(some, count) for some, count in zip(pieces, counts, strict=True)]
-        print("" if is_single else _listing(prompts, found))
+        print("" if is_single else _listing(shown, found, "\n" if options.chat else ""))
         write_json(
             {
                 "model": options.model,
                 "arena_bytes": engine.plan.arena_bytes,
                 "statistics": asdict(engine.statistics()),
-                "completions": _completions(prompts, found),
+                "completions": _completions(shown, found),
             }
         )
     return _fail("interrupted", code) if code else 0
@@ -178,7 +185,8 @@ def _plan(options: argparse.Namespace) -> int:
         if options.geometry is None:
             from unimem_jax.load import load
 
-            model, _, _ = load(options.model)
+            with _loading() as on_tensor:
+                model, _, _ = load(options.model, on_tensor)
         parts = geometry(options.geometry) if model is None else model.parts()
         found = plan(parts, arena_bytes, options.page)
         print(found)
@@ -216,8 +224,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:
-    if options.prompt is not None:
-        return options.prompt
+    if options.system is not None and options.chat is None:
+        raise UsageError("--system goes with --chat; a --prompt is taken as it is")
+    if options.prompt or options.chat:
+        return options.prompt or options.chat
     if options.ids is not None:
         return [_token_ids(text) for text in options.ids]
     try:
@@ -244,13 +254,30 @@ def _token_ids(text: str) -> list[int]:
         raise UsageError(f"token ids are numbers such as 1,2,3; not {text!r:.60}") from error
 
 
+def _conversation(options: argparse.Namespace, engine: Any, text: str) -> list[int]:
+    """The tokens of one question."""
+    encode = getattr(engine.intake.tokenizer, "encode_chat", None)
+    if encode is None:
+        raise UsageError(f"{options.model} has no chat template; use --prompt")
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return encode([*system, {"role": "user", "content": text}])
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from unimem_jax.load import fetch
+
+    fetch(options.name, lambda text: print(text, flush=True))
+    return 0
+
+
 def _engine(options: argparse.Namespace, arena_bytes: int) -> Any:
     _cache_programs(options)
     from unimem_jax.engine import Engine
     from unimem_jax.load import load
     from unimem_jax.text import ByteText
 
-    model, params, tokenizer = load(options.model)
+    with _loading() as on_tensor:
+        model, params, tokenizer = load(options.model, on_tensor)
     if tokenizer is None and options.ids is None:
         tokenizer = ByteText(getattr(model, "start_token", None))
         if getattr(model, "text", None) != "bytes":
@@ -265,12 +292,12 @@ def _engine(options: argparse.Namespace, arena_bytes: int) -> Any:
     )  # fmt: skip
 
 
-def _listing(prompts: Sequence[Any], found: Sequence[Any]) -> str:
+def _listing(prompts: Sequence[Any], found: Sequence[Any], between: str = "") -> str:
     """Prompts with what became of them; token ids where the prompt was token ids."""
     blocks = []
     for at, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
         if isinstance(prompt, str):
-            body = f"{prompt}{one.text}"
+            body = f"{prompt}{between}{one.text}"
         else:
             body = ",".join(map(str, one.token_ids))
         counts = f"{one.prompt_tokens} + {len(one.token_ids)} tokens, {one.finish_reason}"
@@ -304,6 +331,23 @@ def _progress(
 
     with tqdm(total=total, unit=unit, leave=False, file=sys.stderr) as bar:
         yield bar.update
+
+
+@contextmanager
+def _loading() -> Iterator[Callable[[str, int, int], object]]:
+    """A bar of the bytes that are read, as `_progress`; gives what a loader calls `on_tensor`."""
+    if not sys.stderr.isatty():
+        yield lambda name, read, total: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc="loading", unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+
+        def advance(name: str, read: int, total: int) -> None:
+            bar.total = total
+            bar.update(read - bar.n)
+
+        yield advance
 
 
 def _cache_programs(options: argparse.Namespace) -> None:

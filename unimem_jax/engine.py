@@ -69,8 +69,8 @@ class Engine:
     """Generates for many prompts at once.
 
     Args:
-      model: anything that follows `step.Model`. `context_tokens`, `start_token`, `end_token` (ends
-        a text when sampled) and `text` are used where it has them.
+      model: anything that follows `step.Model`. `context_tokens`, `start_token`, `end_tokens` (each
+        ends a text when sampled) and `text` are used where it has them.
       params: its parameters, a pytree of arrays.
       arena_bytes: device bytes for all token state.
       page_tokens: tokens per page.
@@ -99,8 +99,7 @@ class Engine:
             raise UsageError(f"the model was made for {longest} tokens, not for {context}")
         if tokenizer is None and getattr(model, "text", None) == "bytes":
             tokenizer = ByteText(getattr(model, "start_token", None))
-        end_token = getattr(model, "end_token", None)
-        end_ids = frozenset(() if end_token is None else (end_token,))
+        end_ids = frozenset(getattr(model, "end_tokens", ()))
         self.intake = Intake(tokenizer, model.vocab_size, context, end_ids)
         self.plan = plan(model.parts(), arena_bytes, page_tokens)
         chunk_tokens = min(chunk_tokens, context)

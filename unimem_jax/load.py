@@ -1,8 +1,10 @@
-"""Finds models by name or by folder, without knowing any.
+"""Finds models by name, folder or file, without knowing any.
 
 A model announces itself under the entry-point group `unimem_jax.models`: its name there, and a
 loader `load(path=None) -> (model, params, tokenizer or None)`. A folder says which loader reads it
-in its `config.json`, under "model_type". A loader that can show progress takes `on_tensor` too.
+in its `config.json`, under "model_type"; a file says it by what its name ends in. A loader that can
+show progress takes `on_tensor` too. A name in the group `unimem_jax.fetch` is a function that gets
+what the loader of that name needs.
 """
 
 import json
@@ -16,7 +18,7 @@ from unimem_jax.errors import UsageError
 from unimem_jax.step import Model
 from unimem_jax.text import Tokenizer
 
-GROUP = "unimem_jax.models"
+GROUP, FETCH_GROUP = "unimem_jax.models", "unimem_jax.fetch"
 
 
 # Takes a tensor's name, and the bytes read so far and in all.
@@ -24,32 +26,50 @@ type OnTensor = Callable[[str, int, int], object]
 
 
 def load(
-    name_or_folder: str | Path = "embedded", on_tensor: OnTensor | None = None
+    name_or_path: str | Path = "embedded", on_tensor: OnTensor | None = None
 ) -> tuple[Model, Any, Tokenizer | None]:
     """Loads a model.
 
     Args:
-      name_or_folder: the name of an installed model, or a folder with its `config.json` and
-        weights.
-      on_tensor: called after each tensor that is read from a folder, by loaders that show progress.
+      name_or_path: the name of an installed model, a folder with its `config.json` and weights, or
+        a file such as `model.gguf`.
+      on_tensor: called after each tensor that is read, by loaders that show progress.
     Returns:
       The model, its parameters, and its tokenizer if it has one.
     Raises:
-      UsageError: no such model or folder, a folder that names no installed model type, or weights
-        that are missing or wrong.
+      UsageError: no such model, folder or file, one that no installed model reads, or weights that
+        are missing or wrong.
     """
-    found = installed()
-    name = str(name_or_folder)
-    if name in found:
-        return _loader(found[name])()
-    folder = Path(name_or_folder)
-    if folder.is_dir():
-        model_type = _model_type(folder, found)
-        loader = _loader(found[model_type])
-        if on_tensor is None or "on_tensor" not in signature(loader).parameters:
-            return loader(folder)
-        return loader(folder, on_tensor=on_tensor)
-    raise UsageError(f"no model and no folder is called {name!r}; {_listing(found)}")
+    found, name, path = installed(), str(name_or_path), Path(name_or_path)
+    place: tuple[Path, ...] = () if name in found else (path,)
+    if place and path.is_dir():
+        name = _model_type(path, found)
+    elif place and path.is_file():
+        name = path.suffix.removeprefix(".").lower()
+        if name not in found:
+            raise UsageError(f"no model reads files such as {path}; {_listing(found)}")
+    elif place:
+        raise UsageError(f"no model, folder or file is called {name!r}; {_listing(found)}")
+    loader = _loader(found[name])
+    if on_tensor is None or "on_tensor" not in signature(loader).parameters:
+        return loader(*place)
+    return loader(*place, on_tensor=on_tensor)
+
+
+def fetch(name: str, say: Callable[[str], object]) -> None:
+    """Gets what a model needs and does not ship, unless it is there.
+
+    Args:
+      say: told what is fetched and how much it is, before anything is.
+    Raises:
+      UsageError: there is nothing to fetch for this name.
+      PeerError: fetching failed.
+    """
+    found = {entry.name: entry for entry in entry_points(group=FETCH_GROUP)}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise UsageError(f"nothing is fetched for {name!r}; what can be fetched: {known}")
+    _loader(found[name])(say)
 
 
 def installed() -> dict[str, EntryPoint]:

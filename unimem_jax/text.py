@@ -11,7 +11,7 @@ X3  The text ends before the stop text that is complete first (the longest of se
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from unimem_jax.errors import UsageError
@@ -40,6 +40,14 @@ class Tokenizer(Protocol):
 
     def stream(self) -> TextStream:
         """A fresh decoder for one request's new tokens."""
+        ...
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer of a model that converses."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of messages with a "role" and a "content", up to where the answer begins."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""Slow Qwen3 and Qwen3.5 in NumPy float64, token by token, with tiny random networks in the hub's
-layout.
+"""Slow Qwen3, Qwen3.5 and Llama in NumPy float64, token by token, with tiny random networks in
+the hub's layout.
 
-The twin of `models/qwen3.py`, `models/qwen3_5.py` and `models/decoder.py`: it follows the published
-descriptions and imports nothing of ours.
+The twin of `models/qwen3.py`, `models/qwen3_5.py`, `models/llama.py` and `models/decoder.py`: it
+follows the published descriptions and imports nothing of ours.
 """
 
 import math
@@ -31,6 +31,13 @@ QWEN3: dict[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": [7, 9],
 }
+LLAMA: dict[str, Any] = {
+    **{name: value for name, value in QWEN3.items() if name != "use_sliding_window"},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "eos_token_id": 7,
+}
 QWEN3_5: dict[str, Any] = {
     **{name: value for name, value in QWEN3.items() if name not in ("rope_theta", "architectures")},
     "model_type": "qwen3_5_text",
@@ -53,7 +60,7 @@ def kinds(config: dict[str, Any]) -> list[str]:
 
 
 def is_newer(config: dict[str, Any]) -> bool:
-    return config["model_type"] != "qwen3"
+    return config["model_type"] not in ("qwen3", "llama")
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -80,9 +87,9 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 "self_attn.k_proj.weight": (keys, width),
                 "self_attn.v_proj.weight": (keys, width),
                 "self_attn.o_proj.weight": (width, queries),
-                "self_attn.q_norm.weight": (head,),
-                "self_attn.k_norm.weight": (head,),
             }
+            if config["model_type"] != "llama":
+                block |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
         else:
             block |= {f"linear_attn.{name}": shape for name, shape in delta_shapes(config).items()}
         found |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
@@ -163,9 +170,12 @@ class Twin:
         weigh = np.ones(query[..., :head].shape)
         if is_newer(self.config):
             weigh = sigmoid(query[..., head:])
-        start = f"model.layers.{layer}.self_attn."
-        query = self._turn(self._norm(query[..., :head], f"{start}q_norm.weight"))
-        key = self._turn(self._norm(key, f"{start}k_norm.weight"))
+        query = query[..., :head]
+        if self.config["model_type"] != "llama":
+            start = f"model.layers.{layer}.self_attn."
+            query = self._norm(query, f"{start}q_norm.weight")
+            key = self._norm(key, f"{start}k_norm.weight")
+        query, key = self._turn(query), self._turn(key)
         mixed = np.zeros((count, heads, head))
         for at, one in np.ndindex(count, heads):
             own = one // (heads // key_heads)
@@ -180,10 +190,24 @@ class Twin:
         channels = int(x.shape[-1] * (newer["partial_rotary_factor"] if newer else 1))
         half, turned = channels // 2, x.copy()
         for at, pair in np.ndindex(len(x), half):
-            spin = np.exp(1j * at * theta ** (-2 * pair / channels))
+            spin = np.exp(1j * at * self.slowed(theta ** (-2 * pair / channels)))
             both = (x[at, :, pair] + 1j * x[at, :, pair + half]) * spin
             turned[at, :, pair], turned[at, :, pair + half] = both.real, both.imag
         return turned
+
+    def slowed(self, rate: float) -> float:
+        """As Llama 3 does: by waves within the context of training."""
+        settings = self.config.get("rope_scaling")
+        if not settings:
+            return rate
+        waves = settings["original_max_position_embeddings"] * rate / (2 * math.pi)
+        few, many = settings["low_freq_factor"], settings["high_freq_factor"]
+        if waves < few:
+            return rate / settings["factor"]
+        if waves > many:
+            return rate
+        share = (waves - few) / (many - few)
+        return (1 - share) * rate / settings["factor"] + share * rate
 
     def _recur(self, layer: int, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         config, count = self.config, len(x)

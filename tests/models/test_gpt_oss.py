@@ -96,7 +96,7 @@ def test_parts_are_windows_and_contexts_of_the_configured_layers(tiny: Any) -> N
         for name in ("key", "value")
     }
     assert {part.shape for part in model.parts()} == {(2, 8)}
-    assert (model.vocab_size, model.context_tokens, model.end_token) == (96, 256, 7)
+    assert (model.vocab_size, model.context_tokens, model.end_tokens) == (96, 256, (7,))
 
 
 def test_transformers_logits_are_reproduced_without_a_past(oracle: Any) -> None:

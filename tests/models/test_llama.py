@@ -1,0 +1,97 @@
+"""Llama beside a slow twin, alone and through the arena."""
+
+import numpy as np
+import pytest
+from unimem_jax.models.llama import load
+
+import unimem_jax as um
+from tests.models.oracle import near, refusal, require_remembered, whole, write_folder
+from tests.models.qwen_twin import LLAMA, Twin, random_tensors
+from tests.models.through_arena import Service
+from unimem_jax.spec import CONTEXT, Site
+
+# What SmolLM2's folder holds beside what matters.
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "is_llama_config": True, "rope_interleaved": False,
+    "rope_scaling": None, "pretraining_tp": 1, "torch_dtype": "bfloat16", "use_cache": True,
+    "tie_word_embeddings": True, "head_dim": None,
+}  # fmt: skip
+SLOWED = {
+    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+CONFIGS = {
+    "plain": LLAMA,
+    "one key head per query head": {**LLAMA, "num_key_value_heads": None},
+    "as SmolLM2": {**LLAMA, **SMOLLM2, "num_attention_heads": 4},
+    "as Llama 3": {**LLAMA, "rope_scaling": SLOWED},
+}
+
+
+def explicit(config):
+    """With the values that absent fields stand for."""
+    heads = config["num_attention_heads"]
+    return {
+        **config,
+        "num_key_value_heads": config["num_key_value_heads"] or heads,
+        "head_dim": config["head_dim"] or config["hidden_size"] // heads,
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_kind_of_folder_gives_the_logits_of_the_slow_twin(name, tmp_path):
+    config = explicit(CONFIGS[name])
+    tensors = random_tensors(config, seed=3)
+    model, params, tokenizer = load(write_folder(tmp_path, CONFIGS[name], tensors))
+    assert tokenizer is None
+    assert params.keys() == tensors.keys()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 96, length).tolist() for length in (60, 33, 1)]
+    for row, ids in zip(whole(model, params, prompts), prompts, strict=True):
+        near(row[: len(ids)], Twin(config, tensors).run(ids)[0])
+
+
+def test_the_arena_changes_nothing_over_many_pages(tmp_path):
+    tensors = random_tensors(LLAMA, seed=3)
+    model, params, _ = load(write_folder(tmp_path, LLAMA, tensors))
+    twin = Twin(LLAMA, tensors)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 96, length).tolist() for length in (50, 3)]
+    service = Service(model, params, page_tokens=4, chunk_tokens=16, rows=2, context_tokens=80)
+    kept = twin.run(prompts[0])[1]
+    layers = [{name: kept[layer, name] for name in ("key", "value")} for layer in range(3)]
+    require_remembered(service, prompts[0], layers)
+    new, logits = service.generate(prompts, 12, retracted=(0, 5))
+    for ids, tokens, rows in zip(prompts, new, logits, strict=True):
+        near(rows, twin.run([*ids, *tokens[:-1]])[0][len(ids) - 1 :])
+
+
+def test_a_folder_is_found_by_its_model_type_and_declares_keys_and_values(tmp_path):
+    model, _, _ = um.load(write_folder(tmp_path, LLAMA, random_tensors(LLAMA, 0)))
+    assert {part.key: (part.shape, part.lifetime) for part in model.parts()} == {
+        (Site(layer), name): ((2, 8), CONTEXT) for layer in range(3) for name in ("key", "value")
+    }
+
+
+REFUSED = {
+    "attention_bias": (True, "attention_bias is True"),
+    "mlp_bias": (True, "mlp_bias is True"),
+    "hidden_act": ("gelu", "hidden_act is 'gelu'"),
+    "rope_interleaved": (True, "rope_interleaved is True"),
+    "num_key_value_heads": (4, "num_key_value_heads is 4"),
+    "num_attention_heads": (64, "head_dim is 0"),
+    "rope_scaling": ({"rope_type": "linear", "factor": 2.0}, "rope_type is 'linear'"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_configuration_that_cannot_be_served_is_refused_by_its_field(field, tmp_path):
+    value, message = REFUSED[field]
+    config = {**LLAMA, field: value}
+    if field == "num_attention_heads":
+        del config["head_dim"]
+    assert message in refusal(load, write_folder(tmp_path, config, random_tensors(LLAMA, 0)))
+
+
+def test_a_name_without_a_folder_asks_for_one():
+    assert "give a folder" in refusal(load)
