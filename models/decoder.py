@@ -119,7 +119,7 @@ class Attention:
         """As `Mixer.shapes`."""
         query_heads, key_heads, head = self.heads
         queries, keys = query_heads * head, key_heads * head
-        shapes = {
+        shapes: Shapes = {
             "self_attn.q_proj.weight": (queries * (2 if self.is_gated else 1), self.width),
             "self_attn.k_proj.weight": (keys, self.width),
             "self_attn.v_proj.weight": (keys, self.width),

@@ -59,7 +59,7 @@ class GgufFile:
             raise UsageError(f"{path} is not a readable GGUF file: {reason}") from error
         self._dequantise = gguf.quants.dequantize
         # The reader itself goes: it holds an array for every word of a vocabulary.
-        self._map = reader.data.base
+        self._map: Any = reader.data.base
         self._tensors = {one.name: (one.data, one.tensor_type) for one in reader.tensors}
         self.shapes = {one.name: tuple(map(int, reversed(one.shape))) for one in reader.tensors}
         self._refuse_unreadable(gguf.GGML_QUANT_SIZES)

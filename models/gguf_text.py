@@ -78,7 +78,7 @@ def read_text(fields: Fields, vocab_size: int) -> HubText:
 def _byte_level(cut: str, tokens: list[str], merges: list[str], place: str) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: at for at, token in enumerate(tokens)}
     try:
         found = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=cut == WHOLE_WORDS))
