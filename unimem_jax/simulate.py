@@ -85,7 +85,8 @@ def _simulate(
     for prompt, output in lengths:
         memory.refuse_impossible(memory.prices.peak(prompt + output - 1, limits.chunk_tokens))
         queue.submit(_Replayed(prompt, total=prompt + output))
-    running, retractions, computed = [], 0, 0
+    running: list[int] = []
+    retractions = computed = 0
     while queue:
         if len(running) >= most:
             return None
