@@ -98,9 +98,10 @@ class Prices:
             if pool.lifetime.kind == "window":
                 # A page that is not full is held even where a window of 1 sees none of it.
                 is_partly_full = self.plan.page_tokens > 1
-                before = max(self._touched(pool.lifetime.tokens - 1), int(is_partly_full))
-                new = max(min(chunk, pool.lifetime.tokens), fused)
-                pages = min(pages, before + self._touched(new))
+                seen = pool.lifetime.tokens - 1
+                before = max(self._touched(seen), int(is_partly_full))
+                apart = before + self._touched(max(min(chunk, pool.lifetime.tokens), fused))
+                pages = min(pages, apart, self._touched(seen + max(chunk, fused)))
             found.append(pages)
         return tuple(found)
 

@@ -8,15 +8,15 @@ The policy is first come, first served, with growth unreserved:
 
 * Running generations, in order of admission, each compute what they know and have not computed, up
   to a budget of tokens. If their growth does not fit together, the last one that runs is retracted
-  until it does.
+  until it does; the first, alone, computes fewer tokens instead.
 * A retracted generation loses its memory, keeps its tokens and waits at the front of the line.
 * In a step that retracts none, those who wait are admitted in order while budget is left and all
   the tokens that they know would fit now. They then hold only what the step computes.
 
 C1  computed <= known; memory is held for computed tokens only, and a generation that waits has
     computed 0.
-C2  The first that runs makes progress in every step, because whatever an empty arena holds fits
-    once all others are retracted. So every generation ends.
+C2  The first that runs makes progress in every step: once all others are retracted, one token of
+    it fits wherever an empty arena holds it token by token. So every generation ends.
 """
 
 from collections import deque
@@ -159,6 +159,10 @@ def schedule[G: Generation](
     retracted = []
     while work and not fits(demand):
         generation, count = work.pop()
+        if not work and count > 1:
+            shorter = _shortened(generation, count, prices, fits)
+            work, demand = [(generation, shorter)], _growth(generation, shorter, prices)
+            break
         retracted.append(generation)
         computed = generation.computed
         given_back = add(prices.held(computed), prices.growth(computed, computed + count))
@@ -178,6 +182,17 @@ def schedule[G: Generation](
         admitted.append(generation)
     working = tuple((generation, count) for generation, count in work if count)
     return StepPlan(tuple(retracted), tuple(admitted), working)
+
+
+def _growth(generation: Generation, count: int, prices: Prices) -> Demand:
+    return prices.growth(generation.computed, generation.computed + count)
+
+
+def _shortened(generation: Generation, count: int, prices: Prices, fits: Fits) -> int:
+    """How many tokens of a chunk to compute where all of it does not fit, at least one."""
+    while count > 1 and not fits(_growth(generation, count, prices)):
+        count //= 2
+    return count
 
 
 def batches[G: Generation](

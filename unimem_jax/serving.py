@@ -210,15 +210,13 @@ class Intake:
     def _refuse_impossible(self, prompt_tokens: int, max_new: int, memory: Memory) -> None:
         """Raises UsageError, itemised, if a request cannot run to its end even alone.
 
-        The last new token is never computed. The message says how many would fit: refusing beats
+        Alone it can go token by token; the last new one is never computed. The message says how many would fit: refusing beats
         ending a text early for a reason that the caller can remove.
         """
 
         def fits(new: int) -> bool:
             try:
-                memory.refuse_impossible(
-                    memory.prices.peak(prompt_tokens + new - 1, memory.chunk_tokens)
-                )
+                memory.refuse_impossible(memory.prices.peak(prompt_tokens + new - 1, 1))
             except UsageError:
                 return False
             return True
@@ -231,7 +229,7 @@ class Intake:
             low, high = (middle, high) if fits(middle) else (low, middle)
         asked = f"{prompt_tokens} prompt and {max_new} new tokens"
         cure = f"at most {low} new tokens fit" if low else "the prompt alone does not fit"
-        peak = memory.prices.peak(prompt_tokens + max_new - 1, memory.chunk_tokens)
+        peak = memory.prices.peak(prompt_tokens + max_new - 1, 1)
         try:
             memory.refuse_impossible(peak)
         except UsageError as error:

@@ -83,7 +83,7 @@ def _simulate(
     memory = Memory(plan, limits.rows, max(map(sum, lengths)), layout=layout)
     queue: Queue[_Replayed] = Queue()
     for prompt, output in lengths:
-        memory.refuse_impossible(memory.prices.peak(prompt + output - 1, limits.chunk_tokens))
+        memory.refuse_impossible(memory.prices.peak(prompt + output - 1, 1))
         queue.submit(_Replayed(prompt, total=prompt + output))
     running: list[int] = []
     retractions = computed = 0

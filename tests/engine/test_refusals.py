@@ -66,7 +66,7 @@ def test_no_prompts_give_no_completions(roomy):
 
 
 def test_a_request_that_an_empty_arena_cannot_hold_is_refused_with_what_would_fit(hybrid, tight):
-    small = Engine(*hybrid, arena_bytes=48 << 10, page_tokens=4, rows=2, chunk_tokens=CHUNK)
+    small = Engine(*hybrid, arena_bytes=40 << 10, page_tokens=4, rows=2, chunk_tokens=CHUNK)
     with pytest.raises(
         UsageError, match=r"10 prompt and 150 new tokens .*pages of context"
     ) as seen:
@@ -79,6 +79,11 @@ def test_a_request_that_an_empty_arena_cannot_hold_is_refused_with_what_would_fi
     with pytest.raises(UsageError, match="the prompt alone does not fit"):
         small.submit([1] * 150, Sampling(max_tokens=1))
     assert len(small.queue) == 1
+    while not small.is_idle:  # alone in an arena that holds it token by token
+        last = small.step()
+    assert last[-1].finish_reason == "length"
+    assert small.statistics().generated_tokens == most
+    assert small.statistics().retractions == 0
 
 
 def test_without_a_tokenizer_ids_go_in_and_out(hybrid, roomy):

@@ -107,7 +107,7 @@ def test_the_peak_of_a_window_is_reached(page_tokens, tokens, chunk):
         for length in range(40)
         for count in range(1, chunk + 1)
     )
-    assert most <= known.peak(60, chunk)[pool.index] <= most + 1
+    assert most <= known.peak(60, chunk)[pool.index] <= most + (chunk > 1 or tokens == 1)
 
 
 @given(page_tokens=page_sizes, total=st.integers(1, 60), more=st.integers(0, 9))
