@@ -210,8 +210,8 @@ class Intake:
     def _refuse_impossible(self, prompt_tokens: int, max_new: int, memory: Memory) -> None:
         """Raises UsageError, itemised, if a request cannot run to its end even alone.
 
-        Alone it can go token by token; the last new one is never computed. The message says how many would fit: refusing beats
-        ending a text early for a reason that the caller can remove.
+        Alone it can go token by token; the last new one is never computed. The message says how
+        many would fit: refusing beats ending a text early for a reason that the caller can remove.
         """
 
         def fits(new: int) -> bool:

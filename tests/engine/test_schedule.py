@@ -119,7 +119,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 16)), min_size=1
 LIMITS = st.builds(Limits, st.integers(1, 8), st.integers(1, 24), st.integers(1, 12))
 
 
-@given(LENGTHS, LIMITS, st.integers(0, 30))
+@given(LENGTHS, LIMITS, st.just(0) | st.integers(0, 30))
 def test_every_step_is_what_visiting_one_after_another_gives(lengths, limits, spare):
     # Just enough for the longest request alone, token by token, and a little more: running out is
     # common, and chunks that are cut too.
@@ -159,6 +159,23 @@ def test_every_step_is_what_visiting_one_after_another_gives(lengths, limits, sp
                 running.remove(twins[id(generation)])
         steps += 1
         assert steps < 5000, "the generations do not end"
+
+
+def test_the_first_alone_computes_as_much_of_a_chunk_as_fits():
+    queue = Queue()
+    queue.submit(Generation(20))
+    limits = Limits(4, 99, 12)
+    queue.apply(schedule(queue, PRICES, lambda demand: True, limits))
+    total = max(during(at, 1) for at in range(20))
+    assert during(12, 8) > total
+    counts = []
+    while queue.running[0].computed < 20:
+        decided = schedule(queue, PRICES, fits_in(queue, total), limits)
+        assert decided.retracted == ()
+        counts += [count for _, count in decided.work]
+        queue.apply(decided)
+    assert sum(counts) == 8
+    assert 1 < len(counts) < 8
 
 
 def test_a_decision_changes_nothing_until_it_is_applied():
