@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unimem_jax.geometries import geometry as geometry
     from unimem_jax.load import load as load
     from unimem_jax.memory import Memory as Memory
+    from unimem_jax.outside import outside as outside
     from unimem_jax.plan import Plan as Plan
     from unimem_jax.plan import plan as plan
     from unimem_jax.sampling import Sampling as Sampling
@@ -54,6 +55,7 @@ _HOMES = {
     "UsageError": "errors",
     "geometry": "geometries",
     "load": "load",
+    "outside": "outside",
     "plan": "plan",
     "request": "spec",
     "step": "step",

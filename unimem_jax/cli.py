@@ -178,6 +178,7 @@ def _plan(options: argparse.Namespace) -> int:
     arena_bytes = size(options.arena)
     with _json_file(options) as write_json:
         from unimem_jax.geometries import geometry
+        from unimem_jax.outside import outside
         from unimem_jax.plan import plan
         from unimem_jax.price import Prices
 
@@ -194,7 +195,11 @@ def _plan(options: argparse.Namespace) -> int:
         if context:
             prices = Prices(found)
             print(f"a request of {context:,} tokens holds {prices.itemise(prices.held(context))}")
-        write_json(found.to_json())
+        beside = outside(
+            found, vocab=getattr(model, "vocab_size", 0), context_tokens=context or 4096
+        )
+        print(beside)
+        write_json({**found.to_json(), "outside": beside.to_json()})
     return 0
 
 

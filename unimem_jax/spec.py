@@ -158,10 +158,10 @@ class Part:
             raise UsageError(
                 f"{where}: cannot store {self.dtype!r}; stored are {', '.join(STORED_DTYPES)}"
             )
-        if self.dtype in PAIRED_DTYPES and math.prod(self.shape) % 2:
+        if self.dtype in PAIRED_DTYPES and self.elements % 2:
             raise UsageError(
                 f"{where}: {self.dtype} lies two in a byte, and the shape {self.shape!r} has "
-                f"{math.prod(self.shape)} elements; pad it to an even number"
+                f"{self.elements} elements; pad it to an even number"
             )
         if not isinstance(self.lifetime, Lifetime):
             raise UsageError(
@@ -183,7 +183,12 @@ class Part:
     @property
     def byte_count(self) -> int:
         """Bytes of one entry of this part, without padding."""
-        return math.prod(self.shape) * element_bits(self.dtype) // 8
+        return self.elements * element_bits(self.dtype) // 8
+
+    @property
+    def elements(self) -> int:
+        """Elements of one entry of this part."""
+        return math.prod(self.shape)
 
 
 def element_bits(dtype: str) -> int:

@@ -60,6 +60,8 @@ def test_a_plan_prints_itself_and_is_json_too(unimem, tmp_path):
     assert [pool["name"] for pool in found["sub_pools"]] == ["request", "window_10", "context"]
     for pool in found["sub_pools"]:
         assert pool["name"] in ran.out
+    assert "outside the arena" in ran.out
+    assert found["outside"]["always"]["last tokens"] == 256
     assert "a request of 160 tokens holds 1 slot of request (4 KiB)" in ran.out
 
 

@@ -19,7 +19,7 @@ HOST_LAYERS = (
     ("capacity",),
     ("allocator",),
     ("packet", "page_tables", "price", "watch"),
-    ("requests",),
+    ("requests", "outside"),
     ("pending",),
     ("memory",),
     ("schedule",),
