@@ -38,7 +38,9 @@ def test_a_step_is_in_place(case):
     assert_step_in_place(steps("hybrid"), case)
 
 
-@pytest.mark.parametrize("name", ["state only", "two windows", "odd shapes", "embedded"])
+@pytest.mark.parametrize(
+    "name", ["state only", "two windows", "odd shapes", "four bits", "pooled", "embedded"]
+)
 def test_a_step_of_any_model_is_in_place(name):
     assert_step_in_place(steps(name), Case(1, 1, 16))
 

@@ -9,14 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.host.world import World
 from unimem_jax.allocator import Split
 from unimem_jax.plan import plan
-from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
+from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, request, window
 
 KIB = 1 << 10
 
 
-def part(layer, granules, lifetime):
+def part(layer, granules, lifetime, stride=1):
     """A part that fills so many granules of its entry."""
-    return Part(Site(layer), "kept", (granules * 32,), "float32", lifetime)
+    return Part(Site(layer), "kept", (granules * 32,), "float32", lifetime, stride)
 
 
 STATE, FAR = part(0, 30, REQUEST), part(1, 1, CONTEXT)
@@ -35,6 +35,9 @@ WORLDS = {
     "attention only": lambda: World(plan([FAR], 5 * KIB, 4), fused=9),
     "state only": lambda: World(plan([STATE], 16 * KIB, 4), rows=4),
     "long pages": lambda: World(plan([STATE, FAR, part(2, 2, window(5))], 31 * KIB, 16)),
+    "strides and named state": lambda: World(plan([
+        STATE, FAR, part(2, 2, CONTEXT, 4), part(3, 1, window(5), 2), part(4, 30, request("kept"))
+    ], 30 * KIB, 4)),
     "split": lambda: World(
         plan([STATE, FAR, part(2, 2, window(5))], 32 * KIB, 3), layout=Split((3, 6, 10))
     ),

@@ -35,6 +35,11 @@ def code(serial, position, pool):
     return (serial * POSITIONS + position) * POOLS + pool
 
 
+def completing(pool, start, stop):
+    """Positions of the tokens that complete an entry; with a stride of 1 all."""
+    return [at for at in range(start, stop) if (at + 1) % pool.stride == 0]
+
+
 class Device:
     """The arena as one code per granule, and the tables as the plan's numbers place them."""
 
@@ -78,10 +83,10 @@ class Device:
         return self.address(pool, int(self.tables[self.table_start + row * self.row_pages + page]))
 
     def entry(self, pool, address, offset):
-        """Granules of one token's entry, or of a slot at offset 0."""
+        """Granules of the entry of the token at an offset of a page, or of a slot at offset 0."""
         assert 0 <= address < pool.unit_count, f"{pool.name} holds nothing here"
         width = pool.entry_words // 32
-        start = address * pool.unit_granules + offset * width
+        start = address * pool.unit_granules + offset // pool.stride * width
         return slice(start, start + width)
 
     def poison_all_but(self, spans):
@@ -123,7 +128,7 @@ class Device:
         assert written.max(initial=0) <= 1, "two entries are written to one granule"
 
     def _read_tokens(self, pool, row, position, serial):
-        for at in range(pool.lifetime.first_kept(position), position):
+        for at in completing(pool, pool.lifetime.first_kept(position), position):
             page, offset = divmod(at, self.plan.page_tokens)
             entry = self.entry(pool, self.page_address(pool, row, page), offset)
             found = self.cells[entry]
@@ -134,7 +139,7 @@ class Device:
     def _token_writes(self, pool, row, position, count, serial):
         """What a step writes: a page that the end of the chunk makes invisible is left out."""
         first = pool.lifetime.first_kept(position + count) // self.plan.page_tokens
-        for at in range(position, position + count):
+        for at in completing(pool, position, position + count):
             page, offset = divmod(at, self.plan.page_tokens)
             if page >= first:
                 address = self.page_address(pool, row, page)

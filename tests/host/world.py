@@ -7,7 +7,7 @@ from dataclasses import dataclass, is_dataclass
 
 import numpy as np
 
-from tests.host.twin import Device, code, pages_during, pages_held
+from tests.host.twin import Device, code, completing, pages_during, pages_held
 from tests.memory.twin import packs_fast
 from unimem_jax.errors import OutOfMemory, UsageError
 from unimem_jax.memory import Memory
@@ -67,7 +67,7 @@ class World:
     def held(self, length):
         """Units of each sub-pool that a request holds between steps."""
         return tuple(
-            int(length > 0) if pool.is_slot
+            int(length > 0 and pool.name == "request") if pool.is_slot
             else len(pages_held(pool.lifetime, length, self.plan.page_tokens))
             for pool in self.plan.sub_pools
         )  # fmt: skip
@@ -75,7 +75,7 @@ class World:
     def growth(self, length, target, fused):
         """Units of each sub-pool that a step adds to what is held."""
         return tuple(
-            int(target > 0) if pool.is_slot
+            int(target > 0 and pool.name == "request") if pool.is_slot
             else len(pages_during(pool.lifetime, length, target, self.plan.page_tokens, fused))
             for pool in self.plan.sub_pools
         )  # fmt: skip
@@ -207,7 +207,7 @@ class World:
         for twin in self.twins:
             request = twin.request
             for pool in self.plan.token_pools:
-                for at in range(pool.lifetime.first_kept(twin.length), twin.length):
+                for at in completing(pool, pool.lifetime.first_kept(twin.length), twin.length):
                     page, offset = divmod(at, self.plan.page_tokens)
                     address = self.device.page_address(pool, request.row, page)
                     assert address == mapping[pool.index][request.ids[page]]
