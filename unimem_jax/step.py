@@ -104,7 +104,8 @@ def step(
 
     Args:
       model: anything that follows `Model`.
-      plan: made from `model.parts()`.
+      plan: made from `model.parts()`; or from the parts of a target and of its draft, each of which
+        then has a step of its own over the same arena. Named request state may be planned beside.
       store: how the arena is read and written; the packed one unless a benchmark compares.
     Returns:
       A pure function `(params, device, packet) -> (device, out)`; jit it with the device donated.
@@ -113,9 +114,15 @@ def step(
     """
     declared = {part.key: part for part in model.parts()}
     planned = {lane.part.key: lane.part for pool in plan.sub_pools for lane in pool.lanes}
-    if declared != planned:
+    drafts = {part.draft for part in declared.values()}
+    needed = {
+        key: part
+        for key, part in planned.items()
+        if part.draft in drafts and (key in declared or not part.lifetime.name)
+    }
+    if declared != needed or not declared:
         raise UsageError("the plan was made for other parts than this model declares")
-    return partial(_run, _Program(model, store or PackedStore(plan)))
+    return partial(_run, _Program(model, store or PackedStore(plan), frozenset(declared)))
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,7 @@ class _Program:
 
     model: Model
     store: PackedStore
+    declared: frozenset[PartKey]
 
     def forward(
         self, params: Any, device: DeviceState, field: dict[str, Array], shape: Shape
@@ -140,9 +148,10 @@ class _Program:
             (views.arena, self.stored(fresh), logits.astype(jnp.float32))
         )
         for pool in self.store.plan.token_pools:
-            at = self.entry_rows(pool, views, table)
-            wanted = {lane.part.key: entries[lane.part.key] for lane in pool.lanes}
-            arena = self.store.write_entries(arena, pool, at.reshape(-1), wanted)
+            own = {key: entries[key] for lane in pool.lanes if (key := lane.part.key) in entries}
+            if own:
+                at = self.entry_rows(pool, views, table)
+                arena = self.store.write_entries(arena, pool, at.reshape(-1), own)
         drawn = draw(logits, field["options"], field["position"] + count)
         emits = (field["emit"] > 0) & (count > 0)
         target = jnp.where(emits, rows, last_tokens.shape[0])
@@ -153,7 +162,10 @@ class _Program:
     def stored(self, fresh: dict[PartKey, Array]) -> dict[PartKey, Array]:
         """Fresh parts [R, T, *shape] as [R * T, *shape] in their stored dtypes."""
         wanted = {
-            lane.part.key: lane.part for pool in self.store.plan.token_pools for lane in pool.lanes
+            lane.part.key: lane.part
+            for pool in self.store.plan.token_pools
+            for lane in pool.lanes
+            if lane.part.key in self.declared
         }
         if fresh.keys() != wanted.keys():
             wrong = ", ".join(f"{site}.{name}" for site, name in fresh.keys() ^ wanted.keys())

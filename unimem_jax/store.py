@@ -92,22 +92,28 @@ class PackedStore:
     def write_entries(
         self, arena: Array, pool: SubPool, rows: Array, values: dict[PartKey, Array]
     ) -> Array:
-        """Writes one packed entry per token with one scatter of whole rows.
+        """Writes one packed entry per token with one scatter: the whole row, or the lanes of the
+        target or of the draft alone (P5), whichever `values` has.
 
         Args:
           rows: int32[N], from `entry_rows`; rows past the end are dropped.
-          values: every part of the sub-pool, [N, *part.shape] in its stored dtype.
+          values: every part of the target, of the draft, or of both, [N, *part.shape].
         """
-        columns, at = [], 0
+        drafts = {lane.part.draft for lane in pool.lanes if lane.part.key in values}
+        start = 0 if False in drafts else pool.target_words
+        stop = pool.entry_words if True in drafts else pool.target_words
+        columns, at = [], start
         for lane in pool.lanes:
+            if lane.part.draft not in drafts:
+                continue
             if lane.offset_words > at:
                 columns.append(jnp.zeros((rows.shape[0], lane.offset_words - at), jnp.uint32))
             columns.append(pack(values[lane.part.key], lane.part))
             at = lane.offset_words + lane.words
-        if at < pool.entry_words:
-            columns.append(jnp.zeros((rows.shape[0], pool.entry_words - at), jnp.uint32))
+        if at < stop:
+            columns.append(jnp.zeros((rows.shape[0], stop - at), jnp.uint32))
         entries = jnp.concatenate(columns, axis=1)
-        view = scatter_rows(arena.reshape(-1, pool.entry_words), rows, entries)
+        view = scatter_rows(arena.reshape(-1, pool.entry_words), rows, entries, offset_words=start)
         return view.reshape(arena.shape)
 
     def entry_rows(self, pool: SubPool, addresses: Array, offsets: Array) -> Array:

@@ -1,6 +1,6 @@
 """Tiny random models for the device path: any mix of layers, dtypes and shapes of parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -140,16 +140,20 @@ class Pooling:
 
 
 class Mixture:
-    """Any layers, one after the other; follows the model protocol."""
+    """Any layers, one after the other; follows the model protocol. With a stream it is a draft."""
 
     vocab_size = VOCABULARY
     context_tokens = None
 
-    def __init__(self, *layers):
-        self.layers = layers
+    def __init__(self, *layers, stream=""):
+        self.layers, self.stream = layers, stream
 
     def parts(self):
-        return tuple(p for i, layer in enumerate(self.layers) for p in layer.parts(Site(i)))
+        own = [p for i, layer in enumerate(self.layers) for p in layer.parts(self.site(i))]
+        return tuple(replace(part, draft=bool(self.stream)) for part in own)
+
+    def site(self, index):
+        return Site(index, stream=self.stream)
 
     def init(self, seed=0):
         rng = np.random.default_rng(seed)
@@ -170,7 +174,7 @@ class Mixture:
         x = jnp.asarray(params["embedding"]).at[tokens].get(mode="clip")
         fresh = {}
         for index, (layer, weights) in enumerate(zip(self.layers, params["layers"], strict=True)):
-            added, parts, views = layer.apply(Site(index), weights, x, views)
+            added, parts, views = layer.apply(self.site(index), weights, x, views)
             x = x + added
             x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
             fresh |= parts
