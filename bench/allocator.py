@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unimem_jax.allocator import Allocator
+from unimem_jax.allocator import Allocator, number_of
 from unimem_jax.bands import Geometry
 from unimem_jax.memory import Memory
 from unimem_jax.plan import plan
@@ -149,7 +149,7 @@ def short_one_page(pool_pages: int) -> Rounds:
     for seed in range(ROUNDS):
         allocator = two_sub_pools(pool_pages)
         ids = allocator.grant_pages(pool_pages, [1], committed=False)
-        inner = ids[allocator.mapping[1][ids] > 0]
+        inner = ids[allocator.mapping[1][number_of(ids)] > 0]
         allocator.free(np.random.default_rng(seed).permutation(inner)[: pool_pages // 3])
         yield _one_move(allocator)
 
@@ -160,7 +160,7 @@ def short_float_page(pool_pages: int) -> Rounds:
     for _ in range(ROUNDS):
         allocator = Allocator(Geometry(pool_pages, (1, 1, 1), ends, (False,) * 3, pool_pages))
         ids = allocator.grant_pages(pool_pages, [1], committed=False)
-        allocator.free(ids[allocator.mapping[1][ids] == pool_pages // 3])
+        allocator.free(ids[allocator.mapping[1][number_of(ids)] == pool_pages // 3])
         yield _one_move(allocator)
 
 

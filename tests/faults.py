@@ -96,7 +96,12 @@ def lies(world, rng):
     known, live = world.live(pool), world.pages()
     strange = [id_ for id_ in range(min(count, 40)) if id_ not in world.sharers[pool]]
     twice = rng.choice(known) if known else 0
+    there, stale = rng.choice(world.gone or [(pool, -1)])
     return [
+        lambda: allocator.drop(stale, there),
+        lambda: allocator.drop([stale], there),
+        lambda: allocator.share([stale], there),
+        lambda: allocator.free(stale if not world.geometry.is_slot[there] else -1),
         lambda: allocator.drop([twice, twice], pool),
         lambda: allocator.drop(rng.choice([-1, count, 2**31, 2**40]), pool),
         lambda: allocator.share([2**31 + 1], pool),

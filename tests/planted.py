@@ -177,6 +177,13 @@ def repeats_unnoticed(_):
     return lambda self, ids: np.asarray(ids, np.int64)
 
 
+def stale_ids_accepted(original):
+    def known_one(self, id_):
+        return original(self, self.present_view[id_ & tables.NUMBER] if id_ >= 0 else id_)
+
+    return known_one
+
+
 def retire_releases_everything(original):
     def retire(self, ticket):
         original(self, ticket)
@@ -192,6 +199,7 @@ PLANTED = [
     Bug(
         "a double free of many goes unnoticed", allocator.Allocator, "_require_mapped", no_complaint
     ),
+    Bug("a stale id is taken for the present one", tables.IdSpace, "known_one", stale_ids_accepted),
     Bug("an id named twice goes unnoticed", tables.IdSpace, "known", repeats_unnoticed),
     Bug("holes beyond the frontier are handed out", layout.Layout, "_trim", trim_keeps_the_holes),
     Bug("a hole is handed out twice", layout.Band, "push", one_hole_twice),

@@ -59,7 +59,8 @@ def one_call(world, rng):
     some = rng.sample(live, min(len(live), rng.randint(1, 6)))
     if is_early:
         owners = world.allocator.tables[pool].owner[moves[-1].destinations].tolist()
-        some = [id_ for id_ in owners if id_ in world.sharers[pool]][:1]
+        some = [world.holders.get((world.space(pool), number)) for number in owners[:1]]
+        some = [id_ for id_ in some if id_ in world.sharers[pool]]
     any_page = world.pages()
     names, filling, draining = zip(*CALLS, strict=True)
     name = rng.choices(names, filling if world.is_filling else draining)[0]

@@ -5,6 +5,8 @@ ids; an id is mapped to one address in each sub-pool that holds something for it
 past the last address) elsewhere. What it does not do: it moves no byte and knows no request, no
 step layout and no device.
 
+* An id is a number and its life: one that was freed is never given out again, its number is, so a
+  holder that uses a stale id is always caught. Tables are indexed by `number_of(id)`.
 * Page sub-pools share one space of ids; every slot sub-pool has its own.
 * Sharers are counted per (id, sub-pool). The last one to drop an id in a sub-pool frees its unit
   there; an id with no unit left anywhere is free. An id dropped in a sub-pool is never mapped there
@@ -28,9 +30,9 @@ from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, require_c
 from unimem_jax.layout import UNIFIED, Batch, Layout
 from unimem_jax.ledger import FENCED, LIVE
 from unimem_jax.plan import GRANULE_BYTES
-from unimem_jax.tables import IdSpace, Table
+from unimem_jax.tables import NUMBER, IdSpace, Table, number_of
 
-__all__ = ["UNIFIED", "Allocator", "Batch", "Split"]
+__all__ = ["UNIFIED", "Allocator", "Batch", "Split", "number_of"]
 
 Ids = int | Sequence[int] | np.ndarray
 
@@ -39,7 +41,7 @@ class Allocator(Capacity):
     """Grants ids and units of all sub-pools from one arena.
 
     Attributes:
-      mapping: per sub-pool int64[ids], id -> address or absent. Read only.
+      mapping: per sub-pool int64[ids], `number_of(id)` -> address or absent. Read only.
       ledger: tickets and pins (`dispatch`, `retire`, `pin`, `fence`, `settled`); unpin through
         `Allocator.unpin`.
     Raises:
@@ -138,12 +140,12 @@ class Allocator(Capacity):
         """
         pools = self.page_pools if sub_pools is None else self._page_pools(sub_pools)
         self._charge(pools, count, committed, self.pages)
-        ids = self.pages.take(count, len(pools))
+        ids, numbers = self.pages.take(count, len(pools))
         for index in self.page_pools:
             if index in pools:
-                self.tables[index].bind(ids, self.layout.take(index, count))
+                self.tables[index].bind(numbers, self.layout.take(index, count))
             else:
-                self.tables[index].leave_out(ids)
+                self.tables[index].leave_out(numbers)
         return ids
 
     def grant_page(self, sub_pools: Sequence[int] | None = None, committed: bool = True) -> int:
@@ -151,11 +153,12 @@ class Allocator(Capacity):
         pools = self.page_pools if sub_pools is None else self._page_pools(sub_pools)
         self._charge(pools, 1, committed, self.pages)
         id_ = self.pages.take_one(len(pools))
+        number = id_ & NUMBER
         for index in self.page_pools:
             if index in pools:
-                self.tables[index].bind_one(id_, self.layout.take_one(index))
+                self.tables[index].bind_one(number, self.layout.take_one(index))
             else:
-                self.tables[index].leave_out_one(id_)
+                self.tables[index].leave_out_one(number)
         return id_
 
     def grant_slot(self, sub_pool: int, committed: bool = True) -> int:
@@ -169,7 +172,7 @@ class Allocator(Capacity):
             raise UsageError(f"sub-pool {sub_pool} holds pages; grant_pages serves it")
         self._charge((sub_pool,), 1, committed, table.ids)
         id_ = table.ids.take_one(1)
-        table.bind_one(id_, self.layout.take_one(sub_pool))
+        table.bind_one(id_ & NUMBER, self.layout.take_one(sub_pool))
         return id_
 
     def map_more(self, ids: Ids, sub_pool: int, committed: bool = True) -> None:
@@ -245,12 +248,13 @@ class Allocator(Capacity):
         """
         table = self._table(sub_pool)
         if isinstance(ids, int):
-            if table.sharers_of(table.ids.known_one(ids)) <= 0:
+            number = table.ids.known_one(ids)
+            if table.sharers_of(number) <= 0:
                 raise UsageError(f"id {ids} has no unit in sub-pool {sub_pool}")
-            return self._drop_one(ids, sub_pool)
+            return self._drop_one(number, sub_pool)
         known = table.ids.known(ids)
         self._require_mapped(table, known, sub_pool)
-        return self._drop(table.ids, known, (sub_pool,))
+        return self._drop(table.ids, known, table.ids.uses[known], (sub_pool,))
 
     def free(self, ids: Ids) -> None:
         """Takes one sharer from each page id in every sub-pool that maps it.
@@ -262,17 +266,18 @@ class Allocator(Capacity):
           UsageError: an id is free already.
         """
         if isinstance(ids, int):
-            if not self.pages.uses_view[self.pages.known_one(ids)]:
+            number = self.pages.known_one(ids)
+            if not self.pages.uses_view[number]:
                 raise UsageError(f"page {ids} is free")
             for index in self.page_pools:
-                if self.tables[index].sharers_of(ids) > 0:
-                    self._drop_one(ids, index)
+                if self.tables[index].sharers_of(number) > 0:
+                    self._drop_one(number, index)
             return
         known = self.pages.known(ids)
         uses = self.pages.uses[known]
         if np.count_nonzero(uses) < len(known):
             raise UsageError(f"pages {known[uses == 0].tolist()} are free")
-        self._drop(self.pages, known, self.page_pools)
+        self._drop(self.pages, known, uses, self.page_pools)
 
     def _require_mapped(self, table: Table, known: np.ndarray, sub_pool: int) -> None:
         is_missing = table.sharers[known] <= 0
@@ -281,11 +286,16 @@ class Allocator(Capacity):
                 f"ids {known[is_missing].tolist()} have no unit in sub-pool {sub_pool}"
             )
 
-    def _drop(self, ids: IdSpace, known: np.ndarray, sub_pools: Sequence[int]) -> int:
-        """Takes a sharer from each id in each of the sub-pools where it has one. Returns units
-        freed.
+    def _drop(
+        self, ids: IdSpace, known: np.ndarray, uses: np.ndarray, sub_pools: Sequence[int]
+    ) -> int:
+        """Takes a sharer from each number in each of the sub-pools where it has one.
+
+        Args:
+          uses: of the numbers; changed.
+        Returns:
+          Units freed.
         """
-        uses = ids.uses[known]
         freed_count = 0
         for index in sub_pools:
             addresses, is_last = self.tables[index].drop(known)
@@ -303,16 +313,16 @@ class Allocator(Capacity):
         ids.give(gone)
         return freed_count
 
-    def _drop_one(self, id_: int, sub_pool: int) -> int:
+    def _drop_one(self, number: int, sub_pool: int) -> int:
         table = self.tables[sub_pool]
-        address = table.drop_one(id_)
+        address = table.drop_one(number)
         if address == table.absent:
             return 0
         self.layout.give_one(sub_pool, address)
         self.held[sub_pool] -= 1
         self.freed_units[sub_pool] += 1
-        if not table.ids.uses_view[id_]:
-            table.ids.give_one(id_)
+        if not table.ids.uses_view[number]:
+            table.ids.give_one(number)
         return 1
 
     def unpin(self, sub_pool: int, address: int, user: object) -> None:
@@ -325,7 +335,7 @@ class Allocator(Capacity):
         return moves
 
     def take_changes(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per sub-pool the (ids, addresses) that the device has not heard of; a drop reads absent.
+        """Per sub-pool the (numbers, addresses) new to the device; a drop reads absent.
 
         Ids that are free now are left out: nothing may refer to them.
         """

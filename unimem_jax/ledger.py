@@ -93,6 +93,7 @@ class Ledger:
         self._views = [memoryview(state) for state in self.states]
         self._stamps = [np.zeros(count, np.int64) for count in geometry.unit_counts]
         self._stamp_views = [memoryview(stamp) for stamp in self._stamps]
+        self._moving = 0  # the ticket of the last moves, dispatched or not
         self._vacated: deque[tuple[int, int, np.ndarray]] = deque()
 
     def apply(self, sub_pool: int, addresses: Addresses, event: int) -> None:
@@ -144,7 +145,10 @@ class Ledger:
     def _stamp(self, sub_pool: int, addresses: np.ndarray) -> None:
         """Notes that every program dispatched so far may use these units."""
         stamps = self._stamps[sub_pool]
-        stamps[addresses] = np.maximum(stamps[addresses], self.dispatched)
+        if self._moving > self.dispatched:
+            stamps[addresses] = np.maximum(stamps[addresses], self.dispatched)
+        else:
+            stamps[addresses] = self.dispatched
 
     def free_one(self, sub_pool: int, address: int) -> bool:
         """`free` for one unit. Returns whether it became a hole."""
@@ -168,7 +172,8 @@ class Ledger:
         self.apply(sub_pool, destinations, GRANT)
         self._stamps[sub_pool][sources] = self.dispatched + 1
         self._stamps[sub_pool][destinations] = self.dispatched + 1
-        self._vacated.append((self.dispatched + 1, sub_pool, sources))
+        self._moving = self.dispatched + 1
+        self._vacated.append((self._moving, sub_pool, sources))
 
     def dispatch(self) -> int:
         """Numbers the device program that was just dispatched."""

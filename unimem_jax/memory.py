@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unimem_jax.allocator import UNIFIED, Allocator, Split
+from unimem_jax.allocator import UNIFIED, Allocator, Split, number_of
 from unimem_jax.errors import (
     InvariantError,
     OutOfMemory,
@@ -304,7 +304,8 @@ class Memory:
                     raise InvariantError(
                         f"M1: row {request.row} holds {pool.name} from page {first}"
                     )
-                mapped = self.allocator.mapping[pool.index][request.ids[first:]]
+                numbers = number_of(np.array(request.ids[first:], np.int64))
+                mapped = self.allocator.mapping[pool.index][numbers]
                 if (mapped >= pool.unit_count).any():
                     raise InvariantError(
                         f"M2: row {request.row} has a {pool.name} page that is absent"

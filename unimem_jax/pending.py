@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unimem_jax.allocator import Allocator
+from unimem_jax.allocator import Allocator, number_of
 from unimem_jax.packet import (
     LAST_TOKEN,
     UPKEEP_MOVES,
@@ -39,7 +39,7 @@ class Pending:
     def set_pages(self, row: int, page: int, ids: Sequence[int]) -> None:
         """Notes that pages `page`, `page + 1`, ... of a row have these ids."""
         cell = self.tables.cell(row, page)
-        self._changes.update(zip(range(cell, cell + len(ids)), ids, strict=True))
+        self._changes.update(zip(range(cell, cell + len(ids)), map(number_of, ids), strict=True))
 
     def upkeep(self, room: int) -> list[Packet]:
         """Packets for all moves, and for table changes beyond the `room` of the packet that
@@ -81,7 +81,7 @@ class Pending:
         words["tokens"][:count, 0] = np.where(batch.counts > 0, LAST_TOKEN, 0)
         for at, tokens in batch.named.items():
             words["tokens"][at, : len(tokens)] = tokens
-        words["slot"][:count] = columns.slots[batch.rows]
+        words["slot"][:count] = number_of(columns.slots[batch.rows])
         return packet
 
     def forget(self) -> None:

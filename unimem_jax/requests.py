@@ -24,7 +24,7 @@ class Rows:
       settle_at: int64[rows], length from which on some window page is no longer seen.
       has_sampled: bool[rows], whether the device holds the token that follows `length`.
       options: int32[rows, 5], words of `Sampling.words()`.
-      slots: int32[rows, state sub-pools], slot ids; zeros before the first token.
+      slots: int64[rows, state sub-pools], slot ids; zeros before the first token.
       holders: the request of each row, or None.
       free: rows that nobody holds.
     """
@@ -33,7 +33,7 @@ class Rows:
         self.length, self.limit, self.capacity, self.settle_at = np.zeros((4, count), np.int64)
         self.has_sampled = np.zeros(count, np.bool_)
         self.options = np.zeros((count, OPTION_WORDS), np.int32)
-        self.slots = np.zeros((count, slots), np.int32)
+        self.slots = np.zeros((count, slots), np.int64)
         self.holders: list[Request | None] = [None] * count
         self.free = list(range(count))[::-1]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from unimem_jax.allocator import number_of
 from unimem_jax.errors import OutOfMemory
 from unimem_jax.memory import Memory
 from unimem_jax.plan import GRANULE_BYTES
@@ -75,7 +76,11 @@ def live_bytes(memory, lengths=None):
         for pool in memory.plan.sub_pools:
             if pool.is_slot:
                 if length:
-                    _mark(found, pool, memory.allocator.mapping[pool.index][request.slots[0]])
+                    _mark(
+                        found,
+                        pool,
+                        memory.allocator.mapping[pool.index][number_of(request.slots[0])],
+                    )
                 continue
             for position in _written(pool, pool.lifetime.first_kept(length), length):
                 _mark(found, pool, _row(memory, pool, request, position))
@@ -89,7 +94,7 @@ def entry_bytes(memory, requests, spans):
         start, stop = spans[request.row]
         for pool in memory.plan.sub_pools:
             if pool.is_slot and stop > start:
-                entries = [memory.allocator.mapping[pool.index][request.slots[0]]]
+                entries = [memory.allocator.mapping[pool.index][number_of(request.slots[0])]]
             elif pool.is_slot:
                 continue
             else:
@@ -109,7 +114,7 @@ def _written(pool, start, stop):
 
 def _row(memory, pool, request, position):
     page, offset = divmod(position, memory.plan.page_tokens)
-    address = int(memory.allocator.mapping[pool.index][request.ids[page]])
+    address = int(memory.allocator.mapping[pool.index][number_of(request.ids[page])])
     assert address < pool.unit_count, f"{pool.name} holds nothing for position {position}"
     return address * pool.unit_entries + offset // pool.stride
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.host.twin import Device, code, completing, pages_during, pages_held
 from tests.memory.twin import packs_fast
+from unimem_jax.allocator import number_of
 from unimem_jax.errors import OutOfMemory, UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet
@@ -210,11 +211,12 @@ class World:
                 for at in completing(pool, pool.lifetime.first_kept(twin.length), twin.length):
                     page, offset = divmod(at, self.plan.page_tokens)
                     address = self.device.page_address(pool, request.row, page)
-                    assert address == mapping[pool.index][request.ids[page]]
+                    assert address == mapping[pool.index][number_of(request.ids[page])]
                     entry = self.device.entry(pool, address, offset)
                     assert (self.device.cells[entry] == code(twin.serial, at, pool.index)).all()
                     yield entry
-            for pool, slot in zip(self.plan.slot_pools, request.slots, strict=False):
+            for pool, id_ in zip(self.plan.slot_pools, request.slots, strict=False):
+                slot = number_of(id_)
                 address = self.device.address(pool, slot)
                 assert address == mapping[pool.index][slot]
                 entry = self.device.entry(pool, address, 0)

@@ -7,7 +7,7 @@ reads all bytes; `check` verifies everything from scratch. `World` is what calls
 import numpy as np
 
 from tests.memory.twin import Arena
-from unimem_jax.allocator import UNIFIED, Allocator, Split
+from unimem_jax.allocator import UNIFIED, Allocator, Split, number_of
 
 HOLE, LIVE, PENDING, FENCED = 1, 2, 3, 5  # states of the ledger, by their number in the table
 HELD = bytes(state if state in (LIVE, PENDING, FENCED) else 0 for state in range(256))
@@ -22,6 +22,8 @@ class Recount:
         self.page_pools = [i for i in self.sub_pools if not geometry.is_slot[i]]
         self.sharers = [{} for _ in self.sub_pools]  # id -> sharers
         self.uses = {}  # page id -> sub-pools that map it
+        self.holders = {}  # (space, number) -> id that has it
+        self.gone = []  # (sub_pool, id) freed, the last of them
         self.dropped = set()  # (sub_pool, id) that may not be mapped again
         self.committed = [0 for _ in self.sub_pools]
         self.contents = {}  # (sub_pool, id) -> serial, once written
@@ -49,7 +51,11 @@ class Recount:
         return list(self.uses)
 
     def address(self, sub_pool, id_):
-        return int(self.allocator.mapping[sub_pool][id_])
+        return int(self.allocator.mapping[sub_pool][number_of(id_)])
+
+    def space(self, pool):
+        """What names a space of ids: the sub-pool of slots, or all page sub-pools together."""
+        return pool if self.geometry.is_slot[pool] else None
 
     def snapshot(self):
         allocator = self.allocator
@@ -103,7 +109,7 @@ class Recount:
     def look(self):
         """Reads every byte where the device would look for it; then poisons all others."""
         for (pool, id_), content in self.contents.items():
-            assert self.arena.read(pool, self.device[pool][id_]) == content, (
+            assert self.arena.read(pool, self.device[pool][number_of(id_)]) == content, (
                 f"id {id_} of {pool} lost its bytes"
             )
         for (pool, address), content in self.pending.items():
@@ -113,7 +119,7 @@ class Recount:
         for pool in self.page_pools:
             known, absent = self.device[pool], self.geometry.unit_counts[pool]
             for id_ in self.uses:
-                assert (known[id_] == absent) == (id_ not in self.sharers[pool]), (
+                assert (known[number_of(id_)] == absent) == (id_ not in self.sharers[pool]), (
                     "the device maps what is not there"
                 )
         live = [(pool, self.address(pool, id_)) for pool, id_ in self.contents]
@@ -150,16 +156,22 @@ class Recount:
         self.touched.clear()
 
     def _look_at(self, pool, id_):
-        table, address = self.allocator.tables[pool], self.address(pool, id_)
+        table, address, number = (
+            self.allocator.tables[pool],
+            self.address(pool, id_),
+            number_of(id_),
+        )
+        if self.holders.get((self.space(pool), number), id_) != id_:
+            return  # a former life of the number; the present one is looked at by itself
         count = self.sharers[pool].get(id_, 0)
-        assert max(0, table.sharers[id_]) == count
+        assert max(0, table.sharers[number]) == count
         if count:
-            assert table.owner[address] == id_
+            assert table.owner[address] == number
             assert self.allocator.ledger.states[pool][address] in (LIVE, FENCED)
         else:
             assert address == self.geometry.unit_counts[pool]
         if not self.geometry.is_slot[pool]:
-            assert table.ids.uses[id_] == self.uses.get(id_, 0)
+            assert table.ids.uses[number] == self.uses.get(id_, 0)
 
     def check(self):
         """The numbered invariants, and every count against the dictionaries."""

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from unimem_jax.allocator import Allocator, Split
+from unimem_jax.allocator import Allocator, Split, number_of
 from unimem_jax.bands import Geometry
 from unimem_jax.errors import InvariantError, NeverFits, OutOfMemory, UsageError
 
@@ -146,7 +146,8 @@ def test_a_page_freed_under_a_pin_is_not_granted_again_until_unpinned():
     with pytest.raises(OutOfMemory, match="copy"):
         memory.grant_page([CONTEXT], committed=False)
     memory.unpin(CONTEXT, address, "copy")
-    assert memory.mapping[CONTEXT][memory.grant_page([CONTEXT], committed=False)] == address
+    again = memory.grant_page([CONTEXT], committed=False)
+    assert memory.mapping[CONTEXT][number_of(again)] == address
 
 
 def test_a_shared_page_lives_until_its_last_sharer_drops_it(memory):
@@ -166,7 +167,7 @@ def test_a_dropped_page_is_repaired_by_a_new_id_only(memory):
         memory.map_more(id_, WINDOW, committed=False)
     memory.free(id_)
     again = memory.grant_page([CONTEXT], committed=False)
-    assert again == id_  # a new life of the number may be mapped anywhere
+    assert number_of(again) == number_of(id_) != again  # its next life may be mapped anywhere
     memory.map_more(again, WINDOW, committed=False)
     memory.check()
 
@@ -205,9 +206,49 @@ def test_the_device_forgets_the_page_of_a_former_life(memory):
     id_ = memory.grant_page(committed=False)
     memory.take_changes()
     memory.free(id_)
-    assert memory.grant_page([CONTEXT], committed=False) == id_
+    assert number_of(memory.grant_page([CONTEXT], committed=False)) == number_of(id_)
     ids, addresses = memory.take_changes()[WINDOW]
     assert (ids.tolist(), addresses.tolist()) == ([id_], [GEOMETRY.unit_counts[WINDOW]])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda memory, id_: memory.drop(id_, CONTEXT),
+        lambda memory, id_: memory.drop([id_], CONTEXT),
+        lambda memory, id_: memory.free(id_),
+        lambda memory, id_: memory.free([id_]),
+        lambda memory, id_: memory.share(id_, CONTEXT),
+        lambda memory, id_: memory.map_more([id_], WINDOW, committed=False),
+    ],
+)
+@pytest.mark.parametrize("is_single", [True, False])
+def test_an_id_that_was_freed_is_refused_for_ever_though_its_number_lives_on(
+    memory, call, is_single
+):
+    """A holder that missed the free cannot touch the page of whoever has the number now."""
+    former = []
+    for _ in range(5):
+        id_ = memory.grant_page(committed=False)
+        former.append(id_)
+        memory.free(id_ if is_single else [id_])
+    present = memory.grant_page(committed=False)
+    assert {number_of(id_) for id_ in former} == {number_of(present)}
+    for id_ in former:
+        with pytest.raises(UsageError, match="was freed"):
+            call(memory, id_)
+    assert memory.live(CONTEXT) == 1
+    memory.check()
+
+
+def test_a_slot_that_was_freed_is_refused_for_ever_too(memory):
+    former = memory.grant_slot(SLOT, committed=False)
+    memory.drop(former, SLOT)
+    present = memory.grant_slot(SLOT, committed=False)
+    assert number_of(former) == number_of(present)
+    with pytest.raises(UsageError, match="was freed"):
+        memory.drop(former, SLOT)
+    memory.drop(present, SLOT)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +395,8 @@ def test_metrics_tell_what_room_costs_in_moved_bytes():
         ("L8", lambda m: m.tables[CONTEXT].sharers.__setitem__(0, 0)),
         ("L9", lambda m: m.pages.uses.__setitem__(0, 2)),
         ("L9", lambda m: setattr(m.pages, "free_count", 3)),
+        ("L9", lambda m: m.pages.free.__setitem__(0, 18)),
+        ("L9", lambda m: m.pages.present.__setitem__(0, 1)),
         ("L10", lambda m: m.held.__setitem__(CONTEXT, 3)),
         ("L10", lambda m: (m.held.__setitem__(SLOT, 12), m.committed.__setitem__(SLOT, 10))),
     ],

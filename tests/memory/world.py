@@ -8,7 +8,7 @@ seeded simulation drive the same world.
 
 from tests.memory.recount import Recount
 from tests.memory.twin import packs_fast
-from unimem_jax.allocator import UNIFIED, Split
+from unimem_jax.allocator import UNIFIED, Split, number_of
 from unimem_jax.errors import NeverFits, OutOfMemory, UsageError
 
 __all__ = ["UNIFIED", "Split", "World"]
@@ -115,6 +115,7 @@ class World(Recount):
 
     def bound(self, pool, id_, is_committed):
         self.sharers[pool][id_] = 1
+        self.holders[self.space(pool), number_of(id_)] = id_
         self.committed[pool] -= is_committed
         self.unwritten.add((pool, id_))
         self.touched.add((pool, id_))
@@ -196,13 +197,20 @@ class World(Recount):
         self.use(pool, [address], self.allocator.ledger.dispatched)
         self.is_settled(pool, address)
         if self.geometry.is_slot[pool]:
+            self.gone_now(pool, id_)
             return True
         self.dropped.add((pool, id_))
         self.uses[id_] -= 1
         if not self.uses[id_]:
             del self.uses[id_]
             self.dropped -= {(i, id_) for i in self.page_pools}
+            self.gone_now(pool, id_)
         return True
+
+    def gone_now(self, pool, id_):
+        """Nobody may name it again, whatever becomes of its number."""
+        del self.holders[self.space(pool), number_of(id_)]
+        self.gone = [*self.gone[-30:], (pool, id_)]
 
     def pin(self, pool, id_, user):
         address = self.address(pool, id_)
@@ -245,7 +253,7 @@ class World(Recount):
         for pool, id_ in self.unwritten:
             self.serial += 1
             self.contents[pool, id_] = self.serial
-            self.arena.write(pool, self.device[pool][id_], self.serial)
+            self.arena.write(pool, self.device[pool][number_of(id_)], self.serial)
         self.unwritten.clear()
         self.look()
         return ticket

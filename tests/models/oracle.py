@@ -19,6 +19,7 @@ import pytest
 import unimem_jax as um
 from tests.models.references.network import write_folder as write_folder
 from tests.models.through_arena import Service
+from unimem_jax.allocator import number_of
 from unimem_jax.errors import UsageError
 from unimem_jax.requests import Request
 from unimem_jax.spec import PartKey, Site
@@ -142,7 +143,7 @@ def stored_state(service: Service, request: Request, key: PartKey) -> np.ndarray
     pool, lane = service.plan.locate(key)
     states = [one.index for one in service.plan.sub_pools if one.is_slot]
     slot = request.slots[states.index(pool.index)]
-    address = int(service.memory.allocator.mapping[pool.index][slot])
+    address = int(service.memory.allocator.mapping[pool.index][number_of(slot)])
     assert 0 <= address < pool.unit_count, f"{key} is absent"
     words = np.asarray(service.device.arena).view(np.uint32).reshape(-1)
     first = address * pool.entry_words + lane.offset_words

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import unimem_jax as um
+from unimem_jax.allocator import number_of
 from unimem_jax.requests import Request, Work
 from unimem_jax.spec import PartKey
 
@@ -90,7 +91,7 @@ class Service:
         entries = []
         for position in positions:
             page, offset = divmod(position, self.plan.page_tokens)
-            address = int(self.memory.allocator.mapping[pool.index][request.ids[page]])
+            address = int(self.memory.allocator.mapping[pool.index][number_of(request.ids[page])])
             assert 0 <= address < pool.unit_count, f"{key} of token {position} is absent"
             row = arena[address * self.plan.page_tokens + offset]
             entries.append(row[lane.offset_words : lane.offset_words + lane.words])
