@@ -44,6 +44,7 @@ import numpy as np
 from unimem_jax.errors import UsageError
 
 EXACT_CANDIDATES = 32  # up to here every number of moved units is tried; then each is 1/8 larger
+INT32_MAX = 2**31 - 1  # what the device counts with; absent is one past the last address
 NO_MORE = repeat(0)  # as many zeros as are asked for
 FRONTIER_POINTS = 64  # most partial choices kept from band to band
 
@@ -83,6 +84,10 @@ class Geometry:
             )
         if self.arena_granules < 1 or min(self.unit_granules) < 1:
             raise UsageError(f"the arena and every unit need at least one granule, not {self}")
+        if max(*self.unit_counts, self.id_count) > INT32_MAX:
+            raise UsageError(
+                f"{max(self.unit_counts)} addresses and {self.id_count} ids must fit 32 bits"
+            )
         if self.id_count < (not all(self.is_slot)):
             raise UsageError(f"page sub-pools need at least one id, not {self.id_count}")
         for index, end in enumerate(self.ends):
