@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.device.models import VOCABULARY, Attending, Mixture, Remembering
+from unimem_jax.allocator import number_of
 from unimem_jax.errors import UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.plan import plan
@@ -63,8 +64,8 @@ def test_a_checkpoint_is_put_back_to_the_bit_after_steps_of_other_requests(made)
     prompt = np.arange(8) % VOCABULARY
     device, _ = serve(run, device, memory.prefill(mine, prompt), params)
     kept = memory.allocator.grant_slot(named, committed=False)
-    live = (RUNNING, memory.allocator.mapping[running][mine.slots[0]])
-    saved = (SAVED, memory.allocator.mapping[named][kept])
+    live = (RUNNING, memory.allocator.mapping[running][number_of(mine.slots[0])])
+    saved = (SAVED, memory.allocator.mapping[named][number_of(kept)])
     before = store.read_state(device.arena, RUNNING, jnp.asarray([live[1]], jnp.int32))
     device = copied(store, device, live, saved)
     other = memory.admit(8, 8)  # its steps write around the checkpoint
