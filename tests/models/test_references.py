@@ -14,9 +14,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from unimem_jax.models import qwen3, qwen3_5
 from unimem_jax.models.mxfp4 import dequantise
 
-from tests.models.oracle import TOLERANCE, near, require_served, whole
+import unimem_jax as um
+from tests.models.oracle import NEW_TOKENS, TOLERANCE, near, require_served, whole
 from tests.models.reference import (
     CHUNKS,
     CONTEXT_TOKENS,
@@ -25,12 +27,15 @@ from tests.models.reference import (
     Reference,
     open_reference,
 )
-from tests.models.references.network import FOLDER
+from tests.models.references.network import FOLDER, draw_tensors, write_folder
 from tests.models.through_arena import Service
 
 NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5")
 # Expanded while it is loaded, the packed network differs from "gpt_oss" in nothing that serves it.
 SERVED = ("gpt_oss", "qwen3", "qwen3_5")
+# Root mean square error of logits, in standard deviations of the logits; see docs/MODELS.md.
+BFLOAT16_BOUNDS = {"qwen3": 0.015, "qwen3_5": 0.05}
+LOADERS = {"qwen3": qwen3.load, "qwen3_5": qwen3_5.load}
 WAYS = [
     pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.slow)
     for pair in product(PAGES, CHUNKS)
@@ -73,6 +78,43 @@ def test_packed_matrices_expand_to_the_values_of_transformers(dtype: str) -> Non
         assert str(found.dtype) == dtype
         np.testing.assert_array_equal(found.astype(np.float32), stored[kind])
         assert np.isfinite(stored[kind]).all()
+
+
+@pytest.mark.parametrize("name", BFLOAT16_BOUNDS)
+def test_bfloat16_stays_within_its_bound_of_float32_and_of_what_transformers_loses(
+    name: str, tmp_path: Path
+) -> None:
+    described = json.loads((FOLDER / f"{name}.json").read_text())
+    tensors = draw_tensors(described["config"], described["tensors"], described["seed"])
+    rounded = {key: one.astype(ml_dtypes.bfloat16) for key, one in tensors.items()}
+    folder = write_folder(tmp_path, described["config"], rounded)
+    model, params, _ = um.load(folder)
+    exact, exact_params, _ = LOADERS[name](folder, "float32")
+
+    stored = np.load(FOLDER / f"{name}.npz")
+    prompts = [stored[f"prompt{at}"].tolist() for at in range(3)]
+    service = Service(
+        model, params, page_tokens=8, chunk_tokens=16, rows=4, context_tokens=CONTEXT_TOKENS
+    )
+    dtypes = {"key": "bfloat16", "value": "bfloat16", "conv": "float32", "state": "float32"}
+    for pool in service.plan.sub_pools:
+        assert all(lane.part.dtype == dtypes[lane.part.name] for lane in pool.lanes)
+
+    new, served = service.generate(prompts, NEW_TOKENS, retracted=(1, 10))
+    known = [[*ids, *tokens[:-1]] for ids, tokens in zip(prompts, new, strict=True)]
+    alone, wanted = whole(model, params, known), whole(exact, exact_params, known)
+    for at, ids in enumerate(prompts):
+        length, end = len(ids), len(known[at])
+        lost = rms(alone[at, :length] - wanted[at, :length]) / wanted[at, :length].std()
+        assert 0 < lost < BFLOAT16_BOUNDS[name]
+        assert lost < 1.2 * described["bfloat16_errors"][at]
+        decoded = wanted[at, length - 1 : end]
+        assert 0 < rms(served[at] - decoded) / decoded.std() < BFLOAT16_BOUNDS[name]
+
+
+def rms(errors: np.ndarray) -> float:
+    """Root of the mean square."""
+    return float(np.sqrt(np.square(errors).mean()))
 
 
 @pytest.mark.slow

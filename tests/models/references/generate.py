@@ -6,7 +6,8 @@ PYTHON is any interpreter >= 3.11 with torch, transformers and safetensors; noth
 is imported but `network`, which draws the weights. For each name FOLDER gets two files:
 
     NAME.json   the configuration and the shape of every tensor, as Transformers names them; the
-                seed; the versions used; how near the closest decisions were
+                seed; the versions used; how near the closest decisions were; how far bfloat16 is
+                from float32 with the same rounded weights, prompt by prompt
     NAME.npz    prompt0 .. prompt2  token ids
                 positions0 ..       of the tokens whose logits are kept
                 logits0 ..          at those positions, from a run without a cache [positions, V]
@@ -110,9 +111,11 @@ def make(
             numbers |= {f"{key}{at}": value for key, value in found.items()}
             if at == 0:
                 numbers |= remembered(model, prompt)
+        errors = [] if quantisation else bfloat16_errors(folder, numbers)
     nearest.require()
     described = {
         "config": config, "seed": SEED, "shards": SHARDS, "nearest": nearest.gaps,
+        "bfloat16_errors": errors,
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
         "tensors": shapes,
     }  # fmt: skip
@@ -144,18 +147,18 @@ def packed(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     return found
 
 
-def open_network(folder: Path) -> Any:
-    """The network in float32, as Transformers reads the folder."""
+def open_network(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The network, as Transformers reads the folder."""
     is_packed = "quantization_config" in json.loads((folder / "config.json").read_text())
     expanding = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager",
         output_loading_info=True, **(expanding if is_packed else {}),
     )  # fmt: skip
     faults = {key: value for key, value in loading.items() if value}
     if faults:
         raise SystemExit(f"{folder} was not read as it was written: {faults}")
-    return model.float().eval()
+    return model.to(dtype).eval()
 
 
 def run(model: Any, prompt: np.ndarray, nearest: "Nearest") -> dict[str, np.ndarray]:
@@ -176,6 +179,19 @@ def run(model: Any, prompt: np.ndarray, nearest: "Nearest") -> dict[str, np.ndar
         "new": out.sequences[0, len(prompt) :].numpy().astype(np.int32),
         "new_logits": new_logits,
     }
+
+
+def bfloat16_errors(folder: Path, numbers: dict[str, np.ndarray]) -> list[float]:
+    """Root mean square errors of logits, in standard deviations of the exact ones."""
+    prompts = [
+        torch.from_numpy(numbers[f"prompt{at}"]).long()[None] for at in range(len(PROMPT_LENGTHS))
+    ]
+    model = open_network(folder, torch.bfloat16)
+    rounded = [model(ids, use_cache=False).logits.float() for ids in prompts]
+    model = model.float()
+    exact = [model(ids, use_cache=False).logits for ids in prompts]
+    pairs = zip(rounded, exact, strict=True)
+    return [float((one - two).square().mean().sqrt() / two.std()) for one, two in pairs]
 
 
 def remembered(model: Any, prompt: np.ndarray) -> dict[str, np.ndarray]:
