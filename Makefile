@@ -3,13 +3,14 @@
 
 BIN = .venv/bin
 
-.PHONY: help environment demo test test-slow test-h200 shapes lint format types ci clean
+.PHONY: help environment demo test test-slow test-h200 test-chat shapes lint format types ci clean
 
 help:
 	@echo "make demo       32 prompts on the embedded model, a table and a picture of the arena"
 	@echo "make test       the default test suite, about 15 minutes on 2 cores"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-h200  compile for an H200 without one, in an environment of its own"
+	@echo "make test-chat  fetch SmolLM2 (93 MB, once), ask it, and measure its perplexity"
 	@echo "make shapes     kernels and model, with every array annotation checked as they run"
 	@echo "make lint       ruff, and is the code formatted"
 	@echo "make format     format the code"
@@ -31,6 +32,9 @@ test-slow: environment
 
 test-h200:
 	.ci/h200
+
+test-chat:
+	.ci/chat
 
 # Bad input is left out: it would meet the checker before it meets the error that it is due.
 shapes: environment

@@ -1,5 +1,7 @@
 """Llama beside a slow twin, alone and through the arena."""
 
+import json
+
 import numpy as np
 import pytest
 from unimem_jax.models.llama import load
@@ -91,6 +93,37 @@ def test_a_configuration_that_cannot_be_served_is_refused_by_its_field(field, tm
     if field == "num_attention_heads":
         del config["head_dim"]
     assert message in refusal(load, write_folder(tmp_path, config, random_tensors(LLAMA, 0)))
+
+
+@pytest.mark.parametrize(
+    "configured, more, wanted",
+    [
+        ([7, 9], {"eos_token_id": [9, 3]}, (7, 9, 3)),
+        (None, {"eos_token_id": 3}, (3,)),
+        (7, {}, (7,)),
+    ],
+)
+def test_every_end_token_of_both_files_ends_a_text(configured, more, wanted, tmp_path):
+    config = {**LLAMA, "eos_token_id": configured}
+    folder = write_folder(tmp_path, config, random_tensors(LLAMA, 0))
+    (folder / "generation_config.json").write_text(json.dumps(more))
+    model, params, _ = load(folder)
+    assert model.end_tokens == wanted
+    engine = um.Engine(model, params, arena_bytes=1 << 20, context_tokens=64)
+    (free,) = engine.generate([[1, 2, 3]], um.Sampling(max_tokens=8))
+    model.end_tokens = (*wanted, free.token_ids[2])
+    engine = um.Engine(model, params, arena_bytes=1 << 20, context_tokens=64)
+    (ended,) = engine.generate([[1, 2, 3]], um.Sampling(max_tokens=8))
+    assert ended.finish_reason == "stop"
+    assert len(ended.token_ids) <= 3
+
+
+def test_settings_for_generation_that_are_none_are_refused(tmp_path):
+    folder = write_folder(tmp_path, LLAMA, random_tensors(LLAMA, 0))
+    (folder / "generation_config.json").write_text("{")
+    assert "generation_config.json is not valid JSON" in refusal(load, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    assert "generation_config.json: eos_token_id is 'x'" in refusal(load, folder)
 
 
 def test_a_name_without_a_folder_asks_for_one():
