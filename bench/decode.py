@@ -2,8 +2,8 @@
 model.
 
 Two stores run the same step over the same requests: the packed arena, and one array per part of
-every layer. They take turns in short blocks of steps, so that a noisy machine disturbs both alike;
-the ratio is the figure to read. With `--versus transformers` it is compared with another program:
+every layer. They take turns step by step, so that a noisy machine disturbs both alike; the ratio is
+the figure to read. With `--versus transformers` it is compared with another program:
 see `bench/versus.py`.
 """
 
@@ -27,12 +27,12 @@ from unimem_jax.store import PackedStore
 
 BATCHES = (1, 4, 16, 64)
 PROMPT_TOKENS = 130  # all steps then stay within the first compiled context of 256 tokens
-BLOCK_STEPS = 100
-BLOCKS = 12
+STEPS = 100  # decode steps of one pair of batches
+PAIRS = 10  # batches of fresh requests, one in each store
 
 
 class Loop:
-    """A decode loop of one store at one batch size, warmed up and ready to be timed in blocks."""
+    """A decode loop of one store at one batch size, compiled."""
 
     def __init__(self, model: Any, params: Any, plan: um.Plan, batch: int, store: Any):
         self.memory = Memory(plan, rows=batch, context_tokens=256, chunk_tokens=PROMPT_TOKENS)
@@ -42,7 +42,7 @@ class Loop:
         self.prompts = np.random.default_rng(batch).integers(
             1, model.vocab_size, (batch, PROMPT_TOKENS)
         )
-        self.block(steps=2)
+        self.begin()
 
     def run(self, work: list[Work]) -> np.ndarray:
         """Runs one step and waits for its tokens, as a loop that looks for stops must."""
@@ -50,44 +50,42 @@ class Loop:
             self.device, out = self.step(self.params, self.device, packet)
         return np.asarray(out.sampled)
 
-    def block(self, steps: int = BLOCK_STEPS) -> float:
-        """Serves a batch of fresh requests for `steps` tokens each; returns seconds of decoding."""
-        requests = [self.memory.open() for _ in self.prompts]
-        pairs = zip(requests, self.prompts, strict=True)
-        self.run([Work(request, PROMPT_TOKENS, prompt) for request, prompt in pairs])
-        self.run([Work(request, 1) for request in requests])
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.run([Work(request, 1) for request in requests])
-        seconds = time.perf_counter() - start
-        for request in requests:
+    def begin(self) -> None:
+        """Frees all requests, opens as many, runs their prompts and a first decode step."""
+        for request in getattr(self, "requests", ()):
             self.memory.free(request)
-        return seconds
+        self.requests = [self.memory.open() for _ in self.prompts]
+        pairs = zip(self.requests, self.prompts, strict=True)
+        self.run([Work(request, PROMPT_TOKENS, prompt) for request, prompt in pairs])
+        self.decode()
+
+    def decode(self) -> float:
+        """Decodes a token of every request; returns seconds."""
+        start = time.perf_counter()
+        self.run([Work(request, 1) for request in self.requests])
+        return time.perf_counter() - start
 
 
 def measure(model: Any, params: Any, plan: um.Plan, batch: int) -> dict[str, Any]:
-    """One row of the result: both stores at one batch size, in alternating blocks."""
+    """One row of the result: both stores at one batch size, in turns."""
     # Addresses range over each sub-pool's whole grid, so every array needs as many units.
     counts = tuple(pool.unit_count for pool in plan.sub_pools)
     make = partial(Loop, model, params, plan, batch)
-    packed, layered = make(PackedStore(plan)), make(LayerStore(plan, counts))
-    seconds: dict[str, list[float]] = {"packed": [], "per_layer": []}
-    for block in range(BLOCKS):
-        pair = [("packed", packed), ("per_layer", layered)]
-        for name, loop in pair if block % 2 else pair[::-1]:
-            seconds[name].append(loop.block())
-    steps = batch * BLOCK_STEPS
-    rate = {name: steps / statistics.median(times) for name, times in seconds.items()}
-    ratios = [b / a for a, b in zip(seconds["packed"], seconds["per_layer"], strict=True)]
-    least = {name: min(times) for name, times in seconds.items()}
-    return {
-        "batch": batch,
-        "packed_tokens_per_s": round(rate["packed"], 1),
-        "per_layer_tokens_per_s": round(rate["per_layer"], 1),
-        "packed_over_per_layer": round(statistics.median(ratios), 3),
-        "of_least_times": round(least["per_layer"] / least["packed"], 3),
-        "ratios": [round(ratio, 3) for ratio in sorted(ratios)],
-    }
+    loops = {"packed": make(PackedStore(plan)), "per_layer": make(LayerStore(plan, counts))}
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(PAIRS):
+        for loop in loops.values():
+            loop.begin()
+        for step in range(STEPS):
+            for name in list(loops)[:: 1 if step % 2 else -1]:
+                seconds[name].append(loops[name].decode())
+    found: dict[str, Any] = {"batch": batch}
+    for name, times in seconds.items():
+        found[f"{name}_tokens_per_s"] = round(batch / statistics.median(times), 1)
+    for quantile, title in ((0.5, "packed_over_per_layer"), (0.1, "of_fastest_tenth")):
+        packed, layered = (float(np.quantile(times, quantile)) for times in seconds.values())
+        found[title] = round(layered / packed, 3)
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -101,11 +99,13 @@ def main(arguments: list[str]) -> int:
     model, params, _ = um.load("embedded")
     plan = um.plan(model.parts(), 64 << 20, 16)
     rows = [measure(model, params, plan, batch) for batch in options.batches]
-    print(f"{'batch':>6}{'packed tok/s':>15}{'per layer tok/s':>18}{'packed / per layer':>21}")
+    titles = ("packed tok/s", "per layer tok/s", "packed / per layer", "fastest tenth")
+    print(f"{'batch':>6}" + "".join(f"{title:>20}" for title in titles))
     for row in rows:
         print(
-            f"{row['batch']:>6}{row['packed_tokens_per_s']:>15,.0f}"
-            f"{row['per_layer_tokens_per_s']:>18,.0f}{row['packed_over_per_layer']:>21.3f}"
+            f"{row['batch']:>6}{row['packed_tokens_per_s']:>20,.0f}"
+            f"{row['per_layer_tokens_per_s']:>20,.0f}{row['packed_over_per_layer']:>20.3f}"
+            f"{row['of_fastest_tenth']:>20.3f}"
         )
     result = {
         "what": "decode loop, embedded model, greedy, host bookkeeping included",

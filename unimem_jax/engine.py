@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from unimem_jax.allocator import UNIFIED, Split
-from unimem_jax.errors import InvariantError, UsageError, require_positive
+from unimem_jax.errors import InvariantError, UsageError, require_counts, require_positive
 from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet, Shape, blank, step_shape, upkeep_shape
 from unimem_jax.plan import plan
@@ -78,6 +78,7 @@ class Engine:
       chunk_tokens: most tokens of a prompt that one step computes.
       context_tokens: longest request, prompt and new tokens; the model's by default.
       layout: `UNIFIED`, or `Split(caps)` to compare with separate pools.
+      compaction_bytes: most bytes that a step moves ahead of need, to pay down fragmentation.
       tokenizer: turns text into tokens and back; a model with `text == "bytes"` needs none.
     Raises:
       UsageError: sizes that are not positive, an arena too small (itemised), or a context longer
@@ -90,8 +91,10 @@ class Engine:
     def __init__(
         self, model: Model, params: Any, *, arena_bytes: int, page_tokens: int = 16,
         rows: int = 64, chunk_tokens: int = 64, context_tokens: int | None = None,
-        layout: str | Split = UNIFIED, tokenizer: Tokenizer | None = None,
+        layout: str | Split = UNIFIED, compaction_bytes: int = 0,
+        tokenizer: Tokenizer | None = None,
     ):  # fmt: skip
+        require_counts(compaction_bytes=compaction_bytes)
         longest = getattr(model, "context_tokens", None)
         context = longest or CONTEXT_TOKENS if context_tokens is None else context_tokens
         require_positive(context_tokens=context, rows=rows, chunk_tokens=chunk_tokens)
@@ -104,7 +107,7 @@ class Engine:
         self.plan = plan(model.parts(), arena_bytes, page_tokens)
         chunk_tokens = min(chunk_tokens, context)
         self.limits = Limits(rows, rows + CHUNK_ROWS * chunk_tokens, chunk_tokens, CHUNK_ROWS)
-        self._layout = layout
+        self._layout, self._compaction_bytes = layout, compaction_bytes
         self.queue: Queue[Served] = Queue()
         self._served: dict[int, Served] = {}
         self._streamed: set[int] = set()  # indices that `stream` and `generate` read
@@ -293,6 +296,7 @@ class Engine:
             tokens = np.asarray(out.sampled).tolist()  # waits for the device
             sampled |= {id(item): token for (item, _), token in zip(batch, tokens, strict=False)}
         memory.retire(memory.ticket)
+        memory.allocator.compact(self._compaction_bytes)
         for served, _ in decided.work:
             if served.computed == served.known:
                 self._unread.append(self._accept(served, sampled[id(served)]))
