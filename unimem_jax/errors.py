@@ -32,17 +32,17 @@ class InvariantError(UnimemError):
     """A numbered invariant of this library does not hold. A fault of ours; never caught."""
 
 
-def positive_int(value: object, rule: str) -> int:
-    """The value as a plain int of at least 1, whichever integer type it has (NumPy's too).
+def plain_int(value: object, rule: str, least: int = 1) -> int:
+    """The value as a plain int, whichever integer type it has (NumPy's too).
 
     Raises:
-      UsageError: `rule` and the value seen, for anything else; a bool is no number.
+      UsageError: `rule` and the value seen, if it is less or no integer; a bool is none.
     """
     try:
-        found = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        found = 0
-    if found < 1:
+        found = None
+    if found is None or found < least:
         raise UsageError(f"{rule}, not {value!r}")
     return found
 

@@ -28,7 +28,7 @@ def geometry(name: str) -> tuple[Part, ...]:
     Raises:
       UsageError: for another name.
     """
-    if name not in _LAYERS:
+    if not isinstance(name, str) or name not in _LAYERS:
         raise UsageError(f"no geometry is named {name!r}; known: {', '.join(_LAYERS)}")
     return tuple(
         Part(Site(index), *kept) for index, layer in enumerate(_LAYERS[name]()) for kept in layer

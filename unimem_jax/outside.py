@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from unimem_jax.errors import require_counts, require_positive
+from unimem_jax.errors import plain_int
 from unimem_jax.packet import step_shape, word_count
 from unimem_jax.page_tables import Tables, tables_of
 from unimem_jax.plan import Plan, SubPool, size_text
@@ -93,9 +93,12 @@ def outside(
     Raises:
       UsageError: sizes that are not positive, or negative counts.
     """
-    require_positive(rows=rows, context_tokens=context_tokens)
-    require_positive(chunk_tokens=chunk_tokens, chunk_rows=chunk_rows)
-    require_counts(vocab=vocab, query_heads=query_heads)
+    rows = plain_int(rows, "rows is a positive int")
+    context_tokens = plain_int(context_tokens, "context_tokens is a positive int")
+    chunk_tokens = plain_int(chunk_tokens, "chunk_tokens is a positive int")
+    chunk_rows = plain_int(chunk_rows, "chunk_rows is a positive int")
+    vocab = plain_int(vocab, "vocab is a number of tokens", least=0)
+    query_heads = plain_int(query_heads, "query_heads is a number of heads", least=0)
     tables = tables_of(plan, rows, -(-context_tokens // plan.page_tokens))
     counted = rows * vocab * WORD_BYTES if penalties else 0
     always = (

@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import Any
 
 from unimem_jax.bands import Geometry, fits
-from unimem_jax.errors import UsageError, positive_int
+from unimem_jax.errors import UsageError, plain_int
 from unimem_jax.pads import choose_pads
 from unimem_jax.spec import REQUEST, Lifetime, Part, PartKey
 
@@ -220,8 +220,8 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
         does not divide a page, an arena of more than 2^31 granules, or one too small for one page
         and one slot of everything (itemised).
     """
-    arena_bytes = positive_int(arena_bytes, "arena_bytes is a positive int")
-    page_tokens = positive_int(page_tokens, "page_tokens is a positive int")
+    arena_bytes = plain_int(arena_bytes, "arena_bytes is a positive int")
+    page_tokens = plain_int(page_tokens, "page_tokens is a positive int")
     groups = _grouped(parts)
     if arena_bytes // GRANULE_BYTES > MAX_GRANULES:
         raise UsageError(
@@ -229,6 +229,14 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
             f"not {size_text(arena_bytes)}; shard it"
         )
     _refuse_strides(groups, page_tokens)
+    made = _planned(groups, arena_bytes, page_tokens)
+    if not _holds_one_of_each(made):
+        raise UsageError(_too_small(made, groups))
+    return made
+
+
+def _planned(groups: dict[Kind, list[Part]], arena_bytes: int, page_tokens: int) -> Plan:
+    """The plan of an arena of this size, however small."""
     layouts = {kind: _lay_out(group, kind[0].is_request) for kind, group in groups.items()}
     widths = {kind: width for kind, (_, width) in layouts.items()}
     token_kinds = [kind for kind in groups if not kind[0].is_request]
@@ -251,22 +259,22 @@ def plan(parts: Iterable[Part], arena_bytes: int, page_tokens: int = 16) -> Plan
                 padding_bytes=width * GRANULE_BYTES - used,
             )
         )  # fmt: skip
-    made = Plan(tuple(pools), page_tokens, granules, arena_bytes)
-    _refuse_small(made)
-    return made
+    return Plan(tuple(pools), page_tokens, granules, arena_bytes)
 
 
 def size_text(size_bytes: float) -> str:
     """Bytes as a short text: 512 B, 24 KiB, 3.5 MiB."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.4g} {unit}"
         size_bytes /= 1024
-    return f"{size_bytes:.4g} GiB"
+    return f"{size_bytes:.4g} TiB"
 
 
 def _grouped(parts: Iterable[Part]) -> dict[Kind, list[Part]]:
     """The parts of each sub-pool, sorted by key, in whatever order they come."""
+    if not isinstance(parts, Iterable):
+        raise UsageError(f"parts are several unimem_jax.Part values, not {type(parts).__name__}")
     declared: dict[PartKey, Part] = {}
     for part in parts:
         if not isinstance(part, Part):
@@ -316,21 +324,35 @@ def _lay_out(parts: list[Part], is_request: bool) -> tuple[tuple[Lane, ...], int
     return tuple(lanes), -(-at // step) * step // GRANULE_BYTES
 
 
-def _refuse_small(made: Plan) -> None:
+def _holds_one_of_each(made: Plan) -> bool:
     # Not a sum of sizes: the units lie on grids of their own.
-    if all(pool.unit_count for pool in made.sub_pools) and fits(
+    return all(pool.unit_count for pool in made.sub_pools) and fits(
         made.geometry, (1,) * len(made.sub_pools)
-    ):
-        return
+    )
+
+
+def _too_small(made: Plan, groups: dict[Kind, list[Part]]) -> str:
+    """What one of everything takes, and a round size that holds it."""
     need = ", ".join(
         f"one {'slot' if pool.is_slot else 'page'} of {pool.name} {size_text(pool.unit_bytes)}"
         for pool in made.sub_pools
     )
-    least = sum(pool.unit_bytes for pool in made.sub_pools)
-    raise UsageError(
-        f"an arena of {size_text(made.requested_bytes)} is too small: {need}; "
-        f"at least {size_text(least)} and room to round"
+    least, largest = sum(pool.unit_bytes for pool in made.sub_pools), MAX_GRANULES * GRANULE_BYTES
+    sizes = (  # eighths of powers of two, which `size_text` writes exactly
+        eighths << power >> 4
+        for power in range(least.bit_length(), largest.bit_length() + 1)
+        for eighths in range(8, 16)
     )
+    enough = next(
+        (
+            f"{size_text(size)} are enough"
+            for size in sizes
+            if made.requested_bytes < size <= largest
+            and _holds_one_of_each(_planned(groups, size, made.page_tokens))
+        ),
+        f"more than the {size_text(largest)} of one device; shard it",
+    )
+    return f"an arena of {size_text(made.requested_bytes)} is too small: {need}; {enough}"
 
 
 def _reach(pool: SubPool) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from unimem_jax.errors import UsageError, positive_int
+from unimem_jax.errors import UsageError, plain_int
 
 STORED_DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name))
@@ -48,7 +48,7 @@ class Lifetime:
         if self.kind not in ("context", "window", "request"):
             raise UsageError(f"a lifetime is CONTEXT, REQUEST or window(n), not {self.kind!r}")
         if self.kind == "window":
-            tokens = positive_int(self.tokens, "a window is a positive number of tokens")
+            tokens = plain_int(self.tokens, "a window is a positive number of tokens")
             object.__setattr__(self, "tokens", tokens)
         elif self.tokens != 0:
             raise UsageError(f"only a window counts tokens: {self.kind} with {self.tokens!r}")
@@ -103,11 +103,21 @@ def request(name: str) -> Lifetime:
 class Site:
     """Who owns a part: a layer, its visit (a layer run twice owns two sites) and a stream within
     it.
+
+    Raises:
+      UsageError: a layer or visit that is no int of 0 or more, a stream that is no text.
     """
 
     layer: int
     visit: int = 0
     stream: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("layer", "visit"):
+            number = plain_int(getattr(self, name), f"a {name} is counted from 0", least=0)
+            object.__setattr__(self, name, number)
+        if not isinstance(self.stream, str):
+            raise UsageError(f"a stream is a text, not {self.stream!r}")
 
     def __str__(self) -> str:
         visit = f"v{self.visit}" if self.visit else ""
@@ -153,8 +163,8 @@ class Part:
                 f"{where}: a shape is a tuple of one or more positive ints, not {self.shape!r}"
             )
         rule = f"{where}: each size of the shape {self.shape!r} is a positive int"
-        object.__setattr__(self, "shape", tuple(positive_int(n, rule) for n in self.shape))
-        if self.dtype not in STORED_DTYPES:
+        object.__setattr__(self, "shape", tuple(plain_int(n, rule) for n in self.shape))
+        if not isinstance(self.dtype, str) or self.dtype not in STORED_DTYPES:
             raise UsageError(
                 f"{where}: cannot store {self.dtype!r}; stored are {', '.join(STORED_DTYPES)}"
             )
@@ -168,7 +178,7 @@ class Part:
                 f"{where}: lifetime is CONTEXT, REQUEST, request(name) or window(n), "
                 f"not {self.lifetime!r}"
             )
-        stride = positive_int(self.stride, f"{where}: a stride is a positive number of tokens")
+        stride = plain_int(self.stride, f"{where}: a stride is a positive number of tokens")
         if stride > 1 and self.lifetime.is_request:
             raise UsageError(f"{where}: request state has no tokens to stride over: {stride}")
         object.__setattr__(self, "stride", stride)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.memory.twin import packs_fast
+from unimem_jax.cli import size
 from unimem_jax.errors import UsageError
 from unimem_jax.plan import plan, size_text
 from unimem_jax.spec import (
@@ -138,6 +139,28 @@ def test_sizes_that_fit_in_sum_but_not_on_their_grids_are_refused():
     assert plan(parts, 80 * 128, page_tokens=40).arena_granules == 80
 
 
+@given(parts=declared(), arena_bytes=st.integers(1, 1 << 16), page_tokens=st.integers(1, 40))
+@settings(max_examples=200)
+def test_a_refused_arena_is_told_a_size_that_is_enough(parts, arena_bytes, page_tokens):
+    parts = [part for part in parts if page_tokens % part.stride == 0]
+    if not parts or planned(parts, arena_bytes, page_tokens):
+        return
+    with pytest.raises(UsageError) as caught:
+        plan(parts, arena_bytes, page_tokens)
+    *_, enough = str(caught.value).split("; ")
+    assert enough.endswith(" are enough")
+    made = plan(parts, size(enough.removesuffix(" are enough")), page_tokens)
+    one_of_each = sum(pool.unit_bytes for pool in made.sub_pools)
+    assert made.requested_bytes < 4 * one_of_each + (64 << 10)
+
+
+def test_a_page_that_no_device_holds_is_refused():
+    """Not one granule of it is asked for."""
+    part = Part(Site(0), "key", (1 << 20, 1 << 20), "float32", CONTEXT)
+    with pytest.raises(UsageError, match=r"page of context 64 TiB; more than the 256 GiB"):
+        plan([part], 1 << 30, 16)
+
+
 @given(parts=declared(), **sizes)
 @settings(max_examples=100)
 def test_the_same_arguments_give_the_same_plan(parts, arena_bytes, page_tokens):
@@ -211,6 +234,8 @@ WRONG = [
     ([KEY, KEY], 1 << 20, 16, "L0.key is declared twice"),
     ([KEY, Part(Site(0), "key", (2,), "int8", REQUEST)], 1 << 20, 16, "L0.key"),
     ([KEY, "value"], 1 << 20, 16, "str"),
+    (None, 1 << 20, 16, "not NoneType"),
+    (KEY, 1 << 20, 16, "not Part"),
     ([KEY], 0, 16, "arena_bytes is a positive int, not 0"),
     ([KEY], -4096, 16, "-4096"),
     ([KEY], 1e9, 16, "1000000000.0"),

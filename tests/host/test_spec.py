@@ -28,6 +28,8 @@ WRONG_PARTS = [
     ("dtype", "float64", "'float64'"),
     ("dtype", "int2", "'int2'"),
     ("dtype", "", "''"),
+    ("dtype", ["float32"], "['float32']"),
+    ("dtype", np.float32, "float32"),
     ("lifetime", "context", "'context'"),
     ("lifetime", 64, "64"),
     ("stride", 0, "0"),
@@ -44,6 +46,18 @@ def test_a_wrong_part_is_refused_with_the_value_seen(field, value, seen):
     with pytest.raises(UsageError) as caught:
         Part(**PART | {field: value})
     assert seen in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "site, seen",
+    [((-1,), "-1"), ((1.5,), "1.5"), (("3",), "'3'"), ((True,), "True"), ((0, -2), "-2"),
+     ((0, 0, 7), "7"), ((0, 0, None), "None")],
+)  # fmt: skip
+def test_a_wrong_site_is_refused_with_the_value_seen(site, seen):
+    with pytest.raises(UsageError) as caught:
+        Site(*site)
+    assert seen in str(caught.value)
+    assert Site(np.int64(2), np.int8(1)) == Site(2, 1)
 
 
 @pytest.mark.parametrize("field", ["shape", "dtype", "lifetime", "site", "stride", "draft"])
