@@ -1,6 +1,7 @@
 """Published geometries are what our models of those families declare for the published sizes."""
 
 import pytest
+from unimem_jax.models.fields import Fields
 from unimem_jax.models.gpt_oss import GptOss
 from unimem_jax.models.gpt_oss_config import read_sizes
 from unimem_jax.models.qwen3_5 import read_decoder
@@ -41,5 +42,5 @@ def test_qwen3_5_declares_the_published_geometry(name, layers, key_heads, value_
         "num_hidden_layers": layers, "num_key_value_heads": key_heads,
         "linear_num_value_heads": value_heads,
     }  # fmt: skip
-    declared = read_decoder({**QWEN3_5, **sizes}, "bfloat16").parts()
+    declared = read_decoder(Fields({**QWEN3_5, **sizes}), "bfloat16").parts()
     assert kept(declared) == kept(geometry(f"qwen3.5-{name}"))
