@@ -19,7 +19,7 @@ type Arrays = dict[PartKey, Array]
 
 @dataclass(frozen=True)
 class LayerStore:
-    """Arrays [units, page_tokens, *shape] for token parts and [units, *shape] for request state.
+    """Arrays [units, unit_entries, *shape] for token parts and [units, *shape] for request state.
 
     Attributes:
       plan: gives parts and unit counts.
@@ -33,17 +33,17 @@ class LayerStore:
         """Zeroed arrays, one per part."""
         found = {}
         for pool, count in zip(self.plan.sub_pools, self.unit_counts, strict=True):
-            tokens = () if pool.is_slot else (self.plan.page_tokens,)
+            entries = () if pool.is_slot else (pool.unit_entries,)
             for lane in pool.lanes:
-                shape = (count, *tokens, *lane.part.shape)
+                shape = (count, *entries, *lane.part.shape)
                 found[lane.part.key] = jnp.zeros(shape, STORED_DTYPES[lane.part.dtype])
         return found
 
     def read_pages(self, arena: Arrays, key: PartKey, addresses: Array) -> Array:
         """As `PackedStore.read_pages`."""
         pages = arena[key].at[addresses].get(mode="clip")
-        rows, columns, page_tokens, *shape = pages.shape
-        return pages.reshape(rows, columns * page_tokens, *shape)
+        rows, columns, entries, *shape = pages.shape
+        return pages.reshape(rows, columns * entries, *shape)
 
     def read_state(self, arena: Arrays, key: PartKey, addresses: Array) -> Array:
         """As `PackedStore.read_state`."""
@@ -59,7 +59,7 @@ class LayerStore:
         self, arena: Arrays, pool: SubPool, rows: Array, values: dict[PartKey, Array]
     ) -> Arrays:
         """As `PackedStore.write_entries`: one scatter per part."""
-        page, offset = rows // self.plan.page_tokens, rows % self.plan.page_tokens
+        page, offset = rows // pool.unit_entries, rows % pool.unit_entries
         new = {
             key: arena[key]
             .at[page, offset]
@@ -71,6 +71,7 @@ class LayerStore:
     def entry_rows(self, pool: SubPool, addresses: Array, offsets: Array) -> Array:
         """As `PackedStore.entry_rows`."""
         count = self.unit_counts[pool.index]
-        present = (addresses >= 0) & (addresses < count)
-        page_tokens = self.plan.page_tokens
-        return jnp.where(present, addresses * page_tokens + offsets, count * page_tokens)
+        writes = (addresses >= 0) & (addresses < count)
+        writes = writes & (offsets % pool.stride == pool.stride - 1)
+        rows = addresses * pool.unit_entries + offsets // pool.stride
+        return jnp.where(writes, rows, count * pool.unit_entries)

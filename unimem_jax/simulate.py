@@ -123,7 +123,8 @@ def default_split(plan: Plan) -> Split:
     """The split of a plan's bytes at SGLang's default ratios.
 
     For each token of whole context there are 0.8 tokens of each window, and 0.9 bytes of request
-    state for each byte of token state.
+    state for each byte of token state. Named request state, which no request takes by itself, gets
+    none.
     """
     granules = plan.arena_granules
     slots = 0
@@ -139,7 +140,8 @@ def default_split(plan: Plan) -> Split:
     )
     pages = granules / page_sum if page_sum else 0
     by_pool = {pool.index: int(pages * r) for pool, r in zip(plan.token_pools, ratios, strict=True)}
-    return _inside(plan, [by_pool.get(pool.index, slots) for pool in plan.sub_pools])
+    caps = [by_pool.get(pool.index, slots if pool.is_running else 0) for pool in plan.sub_pools]
+    return _inside(plan, caps)
 
 
 def best_split(
@@ -210,16 +212,17 @@ def _leave(memory: Memory, replayed: _Replayed) -> None:
 
 def _made_for(plan: Plan, windows: Demand, count: int, fill: float) -> Split | None:
     """State for `count` requests, windows for a share `fill` of them, the rest whole context."""
-    caps = [count if pool.is_slot else 0 for pool in plan.sub_pools]
+    caps = [count if pool.is_running else 0 for pool in plan.sub_pools]
     for pool in plan.token_pools:
         if pool.lifetime.kind == "window":
             caps[pool.index] = max(windows[pool.index], int(windows[pool.index] * count * fill))
     taken = sum(cap * pool.unit_granules for cap, pool in zip(caps, plan.sub_pools, strict=True))
     left = plan.arena_granules - taken
-    for pool in plan.token_pools:
-        if pool.lifetime.kind == "context":
-            caps[pool.index] = left // pool.unit_granules
-    return _inside(plan, caps) if left >= 0 and min(caps) > 0 else None
+    contexts = [pool for pool in plan.token_pools if pool.lifetime.kind == "context"]
+    for pool in contexts:
+        caps[pool.index] = left // sum(one.unit_granules for one in contexts)
+    is_served = all(caps[pool.index] > 0 for pool in (*plan.token_pools, *plan.slot_pools))
+    return _inside(plan, caps) if left >= 0 and is_served else None
 
 
 def _inside(plan: Plan, caps: list[int]) -> Split:

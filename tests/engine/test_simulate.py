@@ -7,7 +7,7 @@ from unimem_jax.errors import UsageError
 from unimem_jax.plan import plan
 from unimem_jax.schedule import Limits
 from unimem_jax.simulate import best_split, default_split, simulate
-from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
+from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, request, window
 
 
 def hybrid(context_bytes, window_bytes, window_tokens, slot_bytes=0):
@@ -82,6 +82,22 @@ def test_the_best_split_beats_the_default_one_and_not_the_arena():
     assert found == simulate(LENGTHS, SMALL, LIMITS, best)
     assert found.running_mean >= simulate(LENGTHS, SMALL, LIMITS, default_split(SMALL)).running_mean
     assert found.running_mean <= simulate(LENGTHS, SMALL, LIMITS).running_mean
+
+
+def test_splits_leave_out_named_state_and_share_context_between_strides():
+    parts = [
+        *hybrid(512, 512, 64, 8192),
+        Part(Site(3), "state", (4096,), "uint8", request("checkpoint")),
+        Part(Site(4), "pooled", (128,), "uint8", CONTEXT, stride=16),
+    ]
+    whole = plan(parts, 512 << 10)
+    best, found, _ = best_split(LENGTHS, whole, LIMITS)
+    for split in (default_split(whole), best):
+        caps = dict(zip((pool.name for pool in whole.sub_pools), split.caps, strict=True))
+        assert caps.pop("request_checkpoint") == 0
+        assert min(caps.values()) > 0
+        assert caps["context_by_16"] == pytest.approx(caps["context"], abs=2)
+        assert simulate(LENGTHS, whole, LIMITS, split).steps >= found.steps
 
 
 def test_a_request_that_an_empty_pool_cannot_hold_is_refused_with_its_needs():
