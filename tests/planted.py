@@ -157,6 +157,24 @@ def float_rounded_down(original):
     return _bounds
 
 
+def source_of_a_copy_let_go(_):
+    def stamp_queued(self, sub_pool, sources, destinations):
+        self._queued = self.dispatched + 1
+        self._stamps[sub_pool][destinations] = self._queued
+
+    return stamp_queued
+
+
+def copies_before_moves(original):
+    def take_moves(self):
+        return sorted(
+            original(self),
+            key=lambda batch: self.ledger.states[batch.sub_pool][batch.sources[0]] != ledger.LIVE,
+        )
+
+    return take_moves
+
+
 def twice_the_budget(original):
     return lambda self, granules: original(self, granules * 2)
 
@@ -216,6 +234,8 @@ PLANTED = [
     Bug("overlapping units are not asked", ledger.Ledger, "settled", only_its_own_sub_pool),
     Bug("a freed unit forgets a queued move", ledger.Ledger, "free_one", queued_moves_forgotten),
     Bug("one ticket retires all", ledger.Ledger, "retire", retire_releases_everything),
+    Bug("the source of a copy settles", ledger.Ledger, "stamp_queued", source_of_a_copy_let_go),
+    Bug("copies run ahead of moves", allocator.Allocator, "take_moves", copies_before_moves),
     Bug("compaction takes more than its budget", layout.Layout, "compact", twice_the_budget),
     Bug("a band moves a unit too many", bands, "_tight", loose_targets),
     Bug("fits always says yes", bands, "packed_fits", lambda _: lambda *_: True),

@@ -87,6 +87,14 @@ def one_call(world, rng):
         world.free(ids, is_single=rng.random() < 0.4 and len(ids) == 1)
     elif name in ("commit", "uncommit", "make_room"):
         getattr(world, name)(demand)
+    elif name == "copy" and some:
+        written = [id_ for id_ in some if (pool, id_) in world.contents]
+        if pool in states:
+            world.copy(written[:1] or some[:1], [pool], is_committed)
+        else:
+            pools = rng.sample(pages, rng.randint(1, len(pages)))
+            kept = [id_ for id_ in written if all((i, id_) in world.contents for i in pools)]
+            world.copy(kept or some, pools, is_committed)
     elif name == "compact":
         world.compact(rng.choice([0, 128, 500, 3000, 10**9]))
     elif name in ("pin", "fence") and live and len(world.pins) < 4:
@@ -105,7 +113,7 @@ def one_call(world, rng):
 CALLS = [
     ("grant", 40, 8), ("slot", 20, 4), ("map_more", 4, 4), ("share", 2, 2), ("drop", 4, 30),
     ("free", 3, 15), ("commit", 6, 2), ("uncommit", 2, 6), ("make_room", 5, 5), ("pin", 2, 2),
-    ("compact", 4, 6),
+    ("compact", 4, 6), ("copy", 4, 2),
     ("fence", 2, 2), ("unpin", 6, 12), ("step", 20, 20), ("retire", 8, 8),
 ]  # fmt: skip
 
@@ -149,6 +157,7 @@ def run(seed, steps, check_every=CHECK_EVERY, begin=0, faults=tuple(FAULTS)):
         metrics = world.allocator.metrics()
         totals["moved_units"] += sum(metrics["moved_units"])
         totals["move_batches"] += metrics["move_batches"]
+        totals["copied_bytes"] += metrics["copied_bytes"]
         for reason, count in metrics["refusals"].items():
             totals[f"refused for {reason}"] += count
     return totals

@@ -20,7 +20,6 @@ Invariant (checked by `check` with L1 to L9 of the ledger, the layout and the ta
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from unimem_jax.bands import Geometry, Split
 from unimem_jax.capacity import Capacity
 from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, require_counts
 from unimem_jax.layout import UNIFIED, Batch, Layout
-from unimem_jax.ledger import FENCED, LIVE
+from unimem_jax.ledger import COPY, FENCED, LIVE
 from unimem_jax.plan import GRANULE_BYTES
 from unimem_jax.tables import NUMBER, IdSpace, Table, number_of
 
@@ -59,10 +58,6 @@ class Allocator(Capacity):
         self.pages = pages
         self.page_pools = tuple(i for i, is_slot in enumerate(geometry.is_slot) if not is_slot)
         self.mapping = tuple(table.mapping for table in self.tables)
-        self.high_water = [0] * len(self.tables)
-        self.freed_units = [0] * len(self.tables)
-        self.moved_units = [0] * len(self.tables)
-        self.batch_count = 0
         self._moves: list[Batch] = []
 
     def make_room(self, demand: Sequence[int], committed: bool = True) -> None:
@@ -174,6 +169,48 @@ class Allocator(Capacity):
         id_ = table.ids.take_one(1)
         table.bind_one(id_ & NUMBER, self.layout.take_one(sub_pool))
         return id_
+
+    def copy_pages(
+        self, ids: Ids, sub_pools: Sequence[int] | None = None, committed: bool = True
+    ) -> np.ndarray:
+        """Grants new ids with copies of pages: copy-on-write of a shared page, forks.
+
+        The copies are batches of `take_moves`, in order with moves; the originals stay.
+
+        Args:
+          sub_pools: those to copy, where every id has a page; all by default.
+        Returns:
+          int64[ids] new ids, in the order of the originals.
+        Raises:
+          UsageError: an id has no page there, or a peer is writing it.
+          OutOfMemory: as `grant_pages`.
+        """
+        pools = self.page_pools if sub_pools is None else self._page_pools(sub_pools)
+        known = self.pages.known([ids] if isinstance(ids, int) else ids)
+        self._require_readable(known, pools)
+        copies = self.grant_pages(len(known), pools, committed)
+        self._copy(known, number_of(copies), pools)
+        return copies
+
+    def copy_slot(self, id_: int, sub_pool: int, committed: bool = True) -> int:
+        """`copy_pages` for one slot: a checkpoint, or a fork. Returns its id."""
+        known = self._table(sub_pool).ids.known([id_])
+        self._require_readable(known, (sub_pool,))
+        copy = self.grant_slot(sub_pool, committed)
+        self._copy(known, np.array([number_of(copy)]), (sub_pool,))
+        return copy
+
+    def _require_readable(self, known: np.ndarray, pools: Sequence[int]) -> None:
+        for index in pools:
+            self._require_mapped(self.tables[index], known, index)
+            self.ledger.apply(index, self.mapping[index][known], COPY)
+
+    def _copy(self, known: np.ndarray, copies: np.ndarray, pools: Sequence[int]) -> None:
+        for index in pools if len(known) else ():
+            batch = Batch(index, self.mapping[index][known], self.mapping[index][copies])
+            self.ledger.stamp_queued(index, batch.sources, batch.destinations)
+            self.copied_units[index] += len(known)
+            self._moves.append(batch)
 
     def map_more(self, ids: Ids, sub_pool: int, committed: bool = True) -> None:
         """Grants a page of one more sub-pool to live ids.
@@ -330,7 +367,7 @@ class Allocator(Capacity):
         self.layout.unpin(sub_pool, address, user)
 
     def take_moves(self) -> list[Batch]:
-        """Batches since last taken, to run in this order before anything else of the next step."""
+        """Batches since last taken, moves and copies, to run in this order before the next step."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -340,34 +377,6 @@ class Allocator(Capacity):
         Ids that are free now are left out: nothing may refer to them.
         """
         return [table.take_changes() for table in self.tables]
-
-    def metrics(self) -> dict[str, Any]:
-        """Plain numbers: lists have one entry per sub-pool, `refusals` one per reason.
-
-        `moved_per_freed` is what room costs: bytes moved for each byte that was freed.
-
-        Cost: O(sub-pools + pins).
-        """
-        ledger, pools = self.ledger, range(len(self.tables))
-        moved, freed = self._bytes(self.moved_units), self._bytes(self.freed_units)
-        return {
-            "live": [self.live(index) for index in pools],
-            "committed": list(self.committed),
-            "holes": [band.hole_count for band in self.layout.bands],
-            "pinned": [len(pins) for pins in ledger.pins],
-            "pending": [ledger.pending_count(index) for index in pools],
-            "high_water": list(self.high_water),
-            "moved_units": list(self.moved_units),
-            "moved_bytes": moved,
-            "move_batches": self.batch_count,
-            "freed_bytes": freed,
-            "moved_per_freed": moved / freed if freed else 0.0,
-            "refusals": dict(self.refusals),
-        }
-
-    def _bytes(self, units: Sequence[int]) -> int:
-        pairs = zip(units, self.geometry.unit_granules, strict=True)
-        return sum(count * granules for count, granules in pairs) * GRANULE_BYTES
 
     def check(self) -> None:
         """Verifies L1 to L10 from scratch.

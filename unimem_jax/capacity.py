@@ -1,12 +1,13 @@
 """What is held and promised, and the one question about it: `fits`.
 
-What it is: two counts per sub-pool. What it does not do: it knows no id, no address and no hole,
-so its answers depend on nothing but what was asked for before.
+What it is: two counts per sub-pool, and what has been done so far in numbers. What it does not do:
+its answers know no id, no address and no hole; they depend on nothing but what was asked before.
 
     held == live + committed        live: ids hold it        committed: promised, not yet granted
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from unimem_jax.bands import Geometry
 from unimem_jax.errors import NeverFits, OutOfMemory, UsageError
@@ -23,6 +24,7 @@ class Capacity:
       held: per sub-pool live + committed units. Read only, and not a capacity: ask `fits`.
       committed: per sub-pool units promised and not yet granted. Read only.
       refusals: how often a demand was refused, by reason.
+      high_water, freed_units, moved_units, copied_units: per sub-pool, since the start.
     """
 
     def __init__(self, geometry: Geometry, layout: Layout):
@@ -31,6 +33,11 @@ class Capacity:
         self.held = [0] * len(geometry.ends)
         self.committed = [0] * len(geometry.ends)
         self.refusals = dict.fromkeys(REASONS, 0)
+        self.high_water = [0] * len(geometry.ends)
+        self.freed_units = [0] * len(geometry.ends)
+        self.moved_units = [0] * len(geometry.ends)
+        self.copied_units = [0] * len(geometry.ends)
+        self.batch_count = 0
 
     def live(self, sub_pool: int) -> int:
         """Units of a sub-pool that ids hold."""
@@ -96,3 +103,32 @@ class Capacity:
             raise UsageError(
                 f"{tuple(demand)} units exceed {tuple(self.committed)} committed; commit them first"
             )
+
+    def metrics(self) -> dict[str, Any]:
+        """Plain numbers: lists have one entry per sub-pool, `refusals` one per reason.
+
+        `moved_per_freed` is what room costs: bytes moved for each byte that was freed.
+
+        Cost: O(sub-pools + pins).
+        """
+        ledger, pools = self.layout.ledger, range(len(self.held))
+        moved, freed = self._bytes(self.moved_units), self._bytes(self.freed_units)
+        return {
+            "live": [self.live(index) for index in pools],
+            "committed": list(self.committed),
+            "holes": [band.hole_count for band in self.layout.bands],
+            "pinned": [len(pins) for pins in ledger.pins],
+            "pending": [ledger.pending_count(index) for index in pools],
+            "high_water": list(self.high_water),
+            "moved_units": list(self.moved_units),
+            "moved_bytes": moved,
+            "copied_bytes": self._bytes(self.copied_units),
+            "move_batches": self.batch_count,
+            "freed_bytes": freed,
+            "moved_per_freed": moved / freed if freed else 0.0,
+            "refusals": dict(self.refusals),
+        }
+
+    def _bytes(self, units: Sequence[int]) -> int:
+        pairs = zip(units, self.geometry.unit_granules, strict=True)
+        return sum(count * granules for count, granules in pairs) * GRANULE_BYTES

@@ -32,7 +32,7 @@ from unimem_jax.errors import InvariantError, UsageError
 
 BEYOND, HOLE, LIVE, PENDING, VACATED, FENCED = range(6)
 STATES = ("beyond", "hole", "live", "pending", "vacated", "fenced")
-GROW, TRIM, GRANT, FREE, FREE_PINNED, VACATE, RETIRE, PIN, UNPIN, FENCE = range(10)
+GROW, TRIM, GRANT, FREE, FREE_PINNED, VACATE, RETIRE, PIN, UNPIN, FENCE, COPY = range(11)
 EVENTS = (
     "grow",
     "trim",
@@ -44,9 +44,10 @@ EVENTS = (
     "pin",
     "unpin",
     "fence",
+    "copy",
 )
 CALLER_EVENTS = frozenset(
-    {FREE, FREE_PINNED, PIN, UNPIN, FENCE}
+    {FREE, FREE_PINNED, PIN, UNPIN, FENCE, COPY}
 )  # a wrong one is the caller's fault, not ours
 REFUSED = 255
 
@@ -65,6 +66,7 @@ TRANSITIONS = {
     (PENDING, UNPIN): HOLE,
     (FENCED, UNPIN): LIVE,
     (LIVE, FENCE): FENCED,
+    (LIVE, COPY): LIVE,
 }
 # The table as bytes, so that `bytes.translate` follows an event's arrows for many units at once.
 _ROWS = tuple(
@@ -93,7 +95,7 @@ class Ledger:
         self._views = [memoryview(state) for state in self.states]
         self._stamps = [np.zeros(count, np.int64) for count in geometry.unit_counts]
         self._stamp_views = [memoryview(stamp) for stamp in self._stamps]
-        self._moving = 0  # the ticket of the last moves, dispatched or not
+        self._queued = 0  # the ticket of the last moves and copies, dispatched or not
         self._vacated: deque[tuple[int, int, np.ndarray]] = deque()
 
     def apply(self, sub_pool: int, addresses: Addresses, event: int) -> None:
@@ -145,7 +147,7 @@ class Ledger:
     def _stamp(self, sub_pool: int, addresses: np.ndarray) -> None:
         """Notes that every program dispatched so far may use these units."""
         stamps = self._stamps[sub_pool]
-        if self._moving > self.dispatched:
+        if self._queued > self.dispatched:
             stamps[addresses] = np.maximum(stamps[addresses], self.dispatched)
         else:
             stamps[addresses] = self.dispatched
@@ -170,10 +172,14 @@ class Ledger:
             return
         self.apply(sub_pool, sources, VACATE)
         self.apply(sub_pool, destinations, GRANT)
-        self._stamps[sub_pool][sources] = self.dispatched + 1
-        self._stamps[sub_pool][destinations] = self.dispatched + 1
-        self._moving = self.dispatched + 1
-        self._vacated.append((self._moving, sub_pool, sources))
+        self.stamp_queued(sub_pool, sources, destinations)
+        self._vacated.append((self._queued, sub_pool, sources))
+
+    def stamp_queued(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Notes that the program after the last dispatched one copies between these units."""
+        self._queued = self.dispatched + 1
+        self._stamps[sub_pool][sources] = self._queued
+        self._stamps[sub_pool][destinations] = self._queued
 
     def dispatch(self) -> int:
         """Numbers the device program that was just dispatched."""

@@ -54,6 +54,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         ids = source.draw(st.lists(st.sampled_from(self.world.pages()), min_size=1, unique=True))
         self.world.map_more(ids, source.draw(st.sampled_from(self.pages)), is_committed)
 
+    @precondition(lambda self: self.world.contents)
+    @rule(source=st.data(), is_committed=flag)
+    def copy(self, source, is_committed):
+        pool, id_ = source.draw(st.sampled_from(sorted(self.world.contents)))
+        self.world.copy([id_], [pool], is_committed)
+
     @rule(source=st.data(), is_single=flag, is_share=flag)
     def share_or_drop(self, source, is_single, is_share):
         pool = source.draw(st.sampled_from(self.world.sub_pools))
@@ -122,6 +128,7 @@ def test_a_seeded_simulation_of_300_000_steps_finds_nothing():
     assert totals["moved_units"] > 1000, "the simulation hardly ever had to move anything"
     for reason in ("bytes", "ids", "pins", "never"):
         assert totals[f"refused for {reason}"] > 300, f"hardly ever refused for {reason}"
+    assert totals["copied_bytes"] > 100_000, "the simulation hardly ever copied anything"
     assert all(totals[fault] > 1000 for fault in sim.FAULTS), "a fault hardly ever happened"
 
 

@@ -102,6 +102,32 @@ class World(Recount):
             assert id_ not in self.sharers[pool], "a live slot was granted again"
             self.bound(pool, id_, is_committed)
 
+    def copy(self, ids, pools, is_committed):
+        """Copies pages that are written, or one slot."""
+        is_slot = self.geometry.is_slot[pools[0]]
+        room = self.room(pools, len(ids), is_committed)
+
+        def call():
+            if is_slot:
+                return [self.allocator.copy_slot(ids[0], pools[0], committed=is_committed)]
+            return self.allocator.copy_pages(ids, pools, committed=is_committed).tolist()
+
+        if room is None or any(
+            id_ not in self.sharers[pool] or self.is_fenced(pool, id_)
+            for pool in pools
+            for id_ in ids
+        ):
+            self.refuse(UsageError, call)
+            return
+        has_ids = is_slot or self.geometry.id_count - len(self.uses) >= len(ids)
+        copies = self.grant(room and has_ids, call)
+        for id_, copy in zip(ids, copies or (), strict=False):
+            for pool in pools:
+                self.bound(pool, copy, is_committed)
+                if (pool, id_) in self.contents:
+                    self.contents[pool, copy] = self.contents[pool, id_]
+                    self.unwritten.discard((pool, copy))
+
     def map_more(self, ids, pool, is_committed):
         room = self.room([pool], len(ids), is_committed)
         call = lambda: self.allocator.map_more(ids, pool, committed=is_committed)  # noqa: E731
