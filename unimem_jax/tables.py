@@ -95,9 +95,12 @@ class IdSpace:
             raise UsageError(f"ids must be one integer or a flat sequence of integers, not {ids!r}")
         if not array.size:
             return np.empty(0, np.int64)
-        numbers = array.astype(np.int64, copy=False) & NUMBER
-        ascending = np.sort(numbers)
-        if ascending[-1] >= self.count or np.count_nonzero(self.present[numbers] != array):
+        exact = array.astype(np.int64, copy=False)
+        numbers = exact & NUMBER
+        ascending = numbers.copy()
+        ascending.sort()
+        # Comparing bytes is twice as fast as comparing so few numbers.
+        if ascending[-1] >= self.count or self.present[numbers].tobytes() != exact.tobytes():
             for id_ in array.tolist():
                 self.known_one(id_)
         if np.count_nonzero(ascending[1:] == ascending[:-1]):
