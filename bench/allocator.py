@@ -22,14 +22,14 @@ import numpy as np
 from unimem_jax.allocator import Allocator, number_of
 from unimem_jax.bands import Geometry
 from unimem_jax.memory import Memory
-from unimem_jax.plan import plan
+from unimem_jax.plan import GRANULE_BYTES, plan
 from unimem_jax.requests import Work
 from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
 
 GOALS = {
     "allocate_1_two_subpools": 4, "allocate_1_half_holes": 4, "free_1_two_subpools": 4,
     "allocate_512": 25, "free_512": 25, "fits": 1, "step_128": 256, "step_1024": 1024,
-    "short_one_page": 200, "short_float_page": 200,
+    "short_one_page": 200, "short_float_page": 200, "compact_idle": 20, "compact_10_pages": 1000,
 }  # fmt: skip
 CALLS = 1000  # of one unit in a round
 BATCH = 512  # pages of one request
@@ -164,6 +164,22 @@ def short_float_page(pool_pages: int) -> Rounds:
         yield _one_move(allocator)
 
 
+def compact(pool_pages: int, is_idle: bool) -> Rounds:
+    """One call within a budget of ten pages, over a float and an end band that are half holes, or
+    that have none.
+    """
+    ends, is_slot = ("low", "float", "high"), (True, False, False)
+    for seed in range(ROUNDS):
+        allocator = Allocator(Geometry(4 * pool_pages, (8, 3, 2), ends, is_slot, pool_pages))
+        ids = allocator.grant_pages(pool_pages // 2, committed=False)
+        if not is_idle:
+            allocator.free(np.random.default_rng(seed).permutation(ids)[: pool_pages // 4])
+        start = time.thread_time()
+        for _ in range(20):
+            assert bool(allocator.compact(30 * GRANULE_BYTES)) != is_idle
+        yield (time.thread_time() - start) * 1e6 / 20
+
+
 def _one_move(allocator: Allocator) -> float:
     """Microseconds that a page of sub-pool 0 takes where another's has to move first."""
     allocator.take_changes()
@@ -189,6 +205,8 @@ def cases() -> Iterator[tuple[str, int, Callable[[], Rounds]]]:
         yield f"step_{rows}", pages, partial(step, rows)
     yield "short_one_page", 48000, partial(short_one_page, 48000)
     yield "short_float_page", 16001, partial(short_float_page, 16001)
+    yield "compact_idle", 65536, partial(compact, 65536, True)
+    yield "compact_10_pages", 65536, partial(compact, 65536, False)
 
 
 def main(arguments: list[str]) -> int:

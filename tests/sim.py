@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
+from itertools import accumulate
 
 from tests.faults import FAULTS
 from tests.memory.world import UNIFIED, Split, World
@@ -62,8 +63,7 @@ def one_call(world, rng):
         some = [world.holders.get((world.space(pool), number)) for number in owners[:1]]
         some = [id_ for id_ in some if id_ in world.sharers[pool]]
     any_page = world.pages()
-    names, filling, draining = zip(*CALLS, strict=True)
-    name = rng.choices(names, filling if world.is_filling else draining)[0]
+    (name,) = rng.choices(NAMES, cum_weights=FILLING if world.is_filling else DRAINING)
     if name == "grant" and pages:
         pools = rng.sample(pages, rng.randint(1, len(pages)))
         is_single = rng.random() < 0.3
@@ -116,6 +116,8 @@ CALLS = [
     ("compact", 4, 6), ("copy", 4, 2),
     ("fence", 2, 2), ("unpin", 6, 12), ("step", 20, 20), ("retire", 8, 8),
 ]  # fmt: skip
+NAMES, FILLING, DRAINING = zip(*CALLS, strict=True)
+FILLING, DRAINING = list(accumulate(FILLING)), list(accumulate(DRAINING))
 
 
 def run(seed, steps, check_every=CHECK_EVERY, begin=0, faults=tuple(FAULTS)):

@@ -221,11 +221,15 @@ def squeezed(
     count, (lo, hi) = len(occupied), bounds
     dense = lo if end == "low" else hi - count
     if end == "float" and count:
+        beneath = np.zeros(hi - lo + 1, np.int64)  # occupied addresses under each of the band's
+        beneath[occupied - lo + 1] = 1
+        np.cumsum(beneath, out=beneath)
+        first, last = lo, dense
         if len(pinned):  # a stretch that holds them, if one can
-            lo, dense = max(lo, pinned[-1] + 1 - count), min(dense, pinned[0])
-        starts = np.clip(occupied, min(lo, dense), dense)
-        inside = np.searchsorted(occupied, starts + count) - np.searchsorted(occupied, starts)
-        dense = int(starts[inside.argmax()])
+            first, last = max(first, pinned[-1] + 1 - count), min(last, pinned[0])
+        starts = np.clip(occupied, min(first, last), last) - lo
+        inside = beneath[starts + count] - beneath[starts]
+        dense = int(starts[inside.argmax()]) + lo
     first, last = np.searchsorted(occupied, (dense, dense + count)).tolist()
     below, above = first, count - last
     if len(pinned):
