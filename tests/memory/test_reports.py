@@ -1,6 +1,7 @@
 """Faults that were reported in public, as small scenarios; docstrings begin with their number."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.memory.scenes import (
     states,
     two,
 )
-from unimem_jax.allocator import Allocator
+from unimem_jax.allocator import Allocator, number_of
 from unimem_jax.bands import Geometry, fits
 from unimem_jax.errors import NeverFits, OutOfMemory, UsageError
 from unimem_jax.spec import window
@@ -186,3 +187,79 @@ def test_what_is_absent_is_one_past_the_last_address_and_never_minus_one():
             assert (addresses == THREE.unit_counts[pool]).all() == (pool == WINDOW)
         assert (memory.mapping[pool] >= 0).all()
         assert np.max(memory.mapping[pool]) <= THREE.unit_counts[pool]
+
+
+class Drafting:
+    """A request that drafts three tokens ahead, in pages of 4, with a window of 8 tokens."""
+
+    def __init__(self, memory, prompt, donor=None):
+        self.memory, self.length, self.ids, self.first = memory, prompt, [], 0
+        if donor is not None and not donor.first:
+            self.ids = donor.ids[: prompt // 4]
+            memory.share(self.ids, 0)
+            memory.share(self.ids, 1)
+        self.reach(prompt)
+
+    def reach(self, tokens):
+        lack = max(0, -(-tokens // 4) - len(self.ids))
+        self.ids += self.memory.grant_pages(lack, committed=False).tolist()
+
+    def step(self, accepted):
+        self.reach(self.length + 1 + 3)  # drafts may all be accepted: the bound above
+        self.length += 1 + accepted
+        kept = window(8).first_kept(self.length) // 4  # of what is accepted: the bound below
+        if kept > self.first:
+            self.memory.drop(self.ids[self.first : kept], 0)
+            self.first = kept
+
+    def end(self):
+        self.memory.drop(self.ids[self.first :], 0)
+        self.memory.drop(self.ids, 1)
+
+
+def test_drafts_over_windows_with_shared_prefixes_and_aborts_lose_no_page():
+    """A12: recounted after every step, not only when idle."""
+    rng = random.Random(3)
+    memory, running = two(900, 1, 1, is_slot=False), []
+    for _ in range(200):
+        donor = rng.choice(running) if running and rng.random() < 0.5 else None
+        most = donor.length if donor else 40
+        running.append(Drafting(memory, rng.randint(1, most), donor))
+        for request in list(running):
+            request.step(rng.randint(0, 3))
+            if rng.random() < 0.2 or request.length > 60:
+                running.remove(request)
+                request.end()
+        windows = {id_ for request in running for id_ in request.ids[request.first :]}
+        pages = {id_ for request in running for id_ in request.ids}
+        assert [memory.live(0), memory.live(1)] == [len(windows), len(pages)]
+        memory.check()
+    for request in running:
+        request.end()
+    assert memory.metrics()["live"] == [0, 0]
+    assert memory.pages.free_count == 900
+
+
+def test_what_can_be_evicted_is_what_the_cache_alone_holds_after_every_call():
+    """A11: a split moves no count, since pages are counted one by one and nodes hold none."""
+    rng, memory = random.Random(4), two(60, 1, 1, is_slot=False)
+    stored, locks = [], []  # pages of the cache; lists of pages that a request holds as well
+    for _ in range(5000):
+        name = rng.choice(["insert", "match", "unlock", "evict"])
+        if name == "insert" and memory.fits([0, 4]):
+            stored += memory.grant_pages(4, [1], committed=False).tolist()
+        elif name == "match" and stored and len(locks) < 8:
+            locks.append(stored[: rng.randint(1, len(stored))][-6:])
+            memory.share(locks[-1], 1)
+        elif name == "unlock" and locks:
+            assert memory.drop(locks.pop(rng.randrange(len(locks))), 1) == 0
+        elif name == "evict":
+            locked = set(itertools.chain(*locks))
+            gone = [id_ for id_ in stored if id_ not in locked][-4:]
+            assert memory.drop(gone, 1) == len(gone)
+            stored = [id_ for id_ in stored if id_ not in gone]
+        sharers = memory.tables[1].sharers[number_of(np.array(stored, np.int64))]
+        locked = set(itertools.chain(*locks))
+        assert (sharers == 1).sum() == len(stored) - len(locked)
+        assert memory.live(1) == len(stored)
+    memory.check()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests import sim
 from tests.memory.scenes import (
     CONTEXT,
     SLOT,
@@ -22,6 +23,8 @@ from tests.memory.scenes import (
     states,
     two,
 )
+from tests.memory.twin import POISON
+from tests.memory.world import World
 from unimem_jax.allocator import Allocator, number_of
 from unimem_jax.bands import Geometry
 from unimem_jax.errors import NeverFits, OutOfMemory, UsageError
@@ -357,3 +360,15 @@ def test_freeing_a_page_costs_the_same_in_a_pool_500_times_as_large():
         return min(found)
 
     assert microseconds(2_000_000) < 10 * microseconds(4000)
+
+
+def test_no_holder_ever_reads_a_byte_that_is_free():
+    """T15: every free granule is poison, and neighbours have units of other sizes."""
+    world, rng = World(THREE), random.Random(6)
+    for _ in range(1500):
+        sim.one_call(world, rng)
+        world.look_close()
+    world.step()
+    assert world.contents
+    assert POISON in world.arena.cells
+    world.check()
