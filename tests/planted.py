@@ -106,7 +106,7 @@ def owner_not_told(_):
 
 
 def batches_lost(original):
-    return lambda self: original(self)[:-1]
+    return lambda self, *most: original(self, *most)[:-1]
 
 
 def sharers_forgotten(original):
@@ -157,20 +157,28 @@ def float_rounded_down(original):
     return _bounds
 
 
-def source_of_a_copy_let_go(_):
-    def stamp_queued(self, sub_pool, sources, destinations):
-        self._queued = self.dispatched + 1
-        self._stamps[sub_pool][destinations] = self._queued
+def source_of_a_copy_let_go(original):
+    def hand_out(self, sub_pool, sources, destinations):
+        original(self, sub_pool, sources, destinations)
+        self._stamps[sub_pool][sources] = self.dispatched
 
-    return stamp_queued
+    return hand_out
+
+
+def one_ticket_for_all_batches(original):
+    def hand_out(self, sub_pool, sources, destinations):
+        self._handed_out = self.dispatched
+        original(self, sub_pool, sources, destinations)
+
+    return hand_out
 
 
 def copies_before_moves(original):
-    def take_moves(self):
-        return sorted(
-            original(self),
-            key=lambda batch: self.ledger.states[batch.sub_pool][batch.sources[0]] != ledger.LIVE,
-        )
+    def is_move(self, batch):
+        return self.ledger.states[batch.sub_pool][batch.sources[0]] != ledger.LIVE
+
+    def take_moves(self, *most):
+        return sorted(original(self, *most), key=lambda batch: is_move(self, batch))
 
     return take_moves
 
@@ -234,7 +242,8 @@ PLANTED = [
     Bug("overlapping units are not asked", ledger.Ledger, "settled", only_its_own_sub_pool),
     Bug("a freed unit forgets a queued move", ledger.Ledger, "free_one", queued_moves_forgotten),
     Bug("one ticket retires all", ledger.Ledger, "retire", retire_releases_everything),
-    Bug("the source of a copy settles", ledger.Ledger, "stamp_queued", source_of_a_copy_let_go),
+    Bug("the source of a copy settles", ledger.Ledger, "hand_out", source_of_a_copy_let_go),
+    Bug("one ticket for all batches", ledger.Ledger, "hand_out", one_ticket_for_all_batches),
     Bug("copies run ahead of moves", allocator.Allocator, "take_moves", copies_before_moves),
     Bug("compaction takes more than its budget", layout.Layout, "compact", twice_the_budget),
     Bug("a band moves a unit too many", bands, "_tight", loose_targets),

@@ -63,8 +63,7 @@ class Allocator(Capacity):
     def make_room(self, demand: Sequence[int], committed: bool = True) -> None:
         """Decides the layout for a whole step at once, so that the grants that follow move nothing.
 
-        Grants nothing. Grants of several requests first ask here for their sum; then each is served
-        from holes.
+        Grants nothing. Several requests first ask here for their sum; holes then serve each.
 
         Raises:
           OutOfMemory: does not fit (not committed; NeverFits if no empty arena would hold it), or
@@ -103,12 +102,9 @@ class Allocator(Capacity):
         Cost: O(sub-pools) where there are no inner holes; else one pass over such bands in NumPy.
         """
         require_counts(most_bytes=most_bytes)
-        batches = self.layout.compact(most_bytes // GRANULE_BYTES)
-        self._redirect(batches)
-        moved = [0] * len(self.tables)
-        for batch in batches:
-            moved[batch.sub_pool] += len(batch.sources)
-        return self._bytes(moved)
+        before = self._bytes(self.moved_units)
+        self._redirect(self.layout.compact(most_bytes // GRANULE_BYTES))
+        return self._bytes(self.moved_units) - before
 
     def _redirect(self, batches: Sequence[Batch]) -> None:
         """Lets ids follow their units."""
@@ -208,7 +204,7 @@ class Allocator(Capacity):
     def _copy(self, known: np.ndarray, copies: np.ndarray, pools: Sequence[int]) -> None:
         for index in pools if len(known) else ():
             batch = Batch(index, self.mapping[index][known], self.mapping[index][copies])
-            self.ledger.stamp_queued(index, batch.sources, batch.destinations)
+            self.ledger.queue(index, batch.sources, batch.destinations)
             self.copied_units[index] += len(known)
             self._moves.append(batch)
 
@@ -366,10 +362,16 @@ class Allocator(Capacity):
         """Ends a pin or fence; a unit freed meanwhile becomes reusable with the last one."""
         self.layout.unpin(sub_pool, address, user)
 
-    def take_moves(self) -> list[Batch]:
-        """Batches since last taken, moves and copies, to run in this order before the next step."""
-        moves, self._moves = self._moves, []
-        return moves
+    def take_moves(self, most: int = 1 << 31) -> list[Batch]:
+        """Moves and copies since last taken, in batches of at most `most` units.
+
+        Each is a program, and they are the next to be dispatched, in this order.
+        """
+        taken = [part for batch in self._moves for part in batch.parts(most)]
+        for batch in taken:
+            self.ledger.hand_out(batch.sub_pool, batch.sources, batch.destinations)
+        self._moves = []
+        return taken
 
     def take_changes(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per sub-pool the (numbers, addresses) new to the device; a drop reads absent.

@@ -66,6 +66,13 @@ class Batch:
     sources: np.ndarray
     destinations: np.ndarray
 
+    def parts(self, most: int) -> "list[Batch]":
+        """The same in batches of at most so many units."""
+        return [
+            Batch(self.sub_pool, self.sources[at : at + most], self.destinations[at : at + most])
+            for at in range(0, len(self.sources), most)
+        ]
+
 
 class Band:
     """Frontier and stack of holes of one sub-pool."""

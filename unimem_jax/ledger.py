@@ -18,7 +18,8 @@ protect from. What it does not do: it chooses no address and knows no ids.
 Invariants (checked by `check`):
   L1  every unit is in a state of the table, and pending and fenced units have a pin;
   L2  pins lie on live, pending and fenced units only;
-  L3  0 <= retired <= dispatched, and no unit is stamped later than the next ticket.
+  L3  0 <= retired <= dispatched, and no unit is stamped later than the last dispatched ticket,
+      other than those that moves and copies still to be dispatched name.
 """
 
 from collections import deque
@@ -50,6 +51,7 @@ CALLER_EVENTS = frozenset(
     {FREE, FREE_PINNED, PIN, UNPIN, FENCE, COPY}
 )  # a wrong one is the caller's fault, not ours
 REFUSED = 255
+NEVER = np.iinfo(np.int64).max  # stamp of a unit that a queued program uses
 
 TRANSITIONS = {
     (BEYOND, GROW): HOLE,
@@ -95,7 +97,8 @@ class Ledger:
         self._views = [memoryview(state) for state in self.states]
         self._stamps = [np.zeros(count, np.int64) for count in geometry.unit_counts]
         self._stamp_views = [memoryview(stamp) for stamp in self._stamps]
-        self._queued = 0  # the ticket of the last moves and copies, dispatched or not
+        self._is_queued = False  # whether moves or copies wait that have no ticket
+        self._handed_out = 0  # the ticket of the last ones that have, dispatched or not
         self._vacated: deque[tuple[int, int, np.ndarray]] = deque()
 
     def apply(self, sub_pool: int, addresses: Addresses, event: int) -> None:
@@ -147,7 +150,7 @@ class Ledger:
     def _stamp(self, sub_pool: int, addresses: np.ndarray) -> None:
         """Notes that every program dispatched so far may use these units."""
         stamps = self._stamps[sub_pool]
-        if self._queued > self.dispatched:
+        if self._is_queued or self._handed_out > self.dispatched:
             stamps[addresses] = np.maximum(stamps[addresses], self.dispatched)
         else:
             stamps[addresses] = self.dispatched
@@ -163,23 +166,31 @@ class Ledger:
         return not is_held
 
     def move(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
-        """Takes live units to holes: the sources are vacated, the destinations live.
-
-        Both are stamped with the next ticket, since the step that copies them is not dispatched
-        yet.
+        """Takes live units to holes: the sources are vacated, the destinations live, and both are
+        queued.
         """
         if not len(sources):
             return
         self.apply(sub_pool, sources, VACATE)
         self.apply(sub_pool, destinations, GRANT)
-        self.stamp_queued(sub_pool, sources, destinations)
-        self._vacated.append((self._queued, sub_pool, sources))
+        self.queue(sub_pool, sources, destinations)
 
-    def stamp_queued(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
-        """Notes that the program after the last dispatched one copies between these units."""
-        self._queued = self.dispatched + 1
-        self._stamps[sub_pool][sources] = self._queued
-        self._stamps[sub_pool][destinations] = self._queued
+    def queue(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Notes that a program without a ticket yet will copy between these units."""
+        self._is_queued = True
+        self._stamps[sub_pool][sources] = NEVER
+        self._stamps[sub_pool][destinations] = NEVER
+
+    def hand_out(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
+        """Notes that these queued copies are the next program, after those handed out before.
+
+        All that is queued is handed out at once, in order.
+        """
+        self._is_queued = False
+        self._handed_out = max(self._handed_out, self.dispatched) + 1
+        self._stamps[sub_pool][sources] = self._handed_out
+        self._stamps[sub_pool][destinations] = self._handed_out
+        self._vacated.append((self._handed_out, sub_pool, sources))
 
     def dispatch(self) -> int:
         """Numbers the device program that was just dispatched."""
@@ -199,9 +210,9 @@ class Ledger:
             )
         self.retired = ticket
         while self._vacated and self._vacated[0][0] <= ticket:
-            _, sub_pool, addresses = self._vacated.popleft()
+            last, sub_pool, addresses = self._vacated.popleft()
             still = self.states[sub_pool][addresses] == VACATED
-            still &= self._stamps[sub_pool][addresses] == ticket  # not vacated once more since
+            still &= self._stamps[sub_pool][addresses] == last  # not vacated once more since
             self.apply(sub_pool, addresses[still], RETIRE)
 
     def settled(self, sub_pool: int, address: int) -> bool:
@@ -293,10 +304,9 @@ class Ledger:
             allowed = protected | {a for a in self.pins[index] if states[a] == LIVE}
             if self.pins[index].keys() - allowed or not all(self.pins[index].values()):
                 raise InvariantError(f"L2: sub-pool {index} has pins on units that nobody holds")
-            if stamps.size and stamps.max() > self.dispatched + 1:
-                raise InvariantError(
-                    f"L3: sub-pool {index} has a unit stamped after the next ticket"
-                )
+            given = stamps[stamps < NEVER] if self._is_queued else stamps
+            if given.size and given.max() > max(self.dispatched, self._handed_out):
+                raise InvariantError(f"L3: sub-pool {index} has a unit stamped after every program")
         if not 0 <= self.retired <= self.dispatched:
             raise InvariantError(
                 f"L3: ticket {self.retired} retired, but only {self.dispatched} dispatched"

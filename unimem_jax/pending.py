@@ -46,14 +46,13 @@ class Pending:
         follows.
         """
         packets = []
-        for batch in self.allocator.take_moves():
-            for at in range(0, len(batch.sources), UPKEEP_MOVES):
-                packet, words = self._blank(upkeep_shape(self.plan, batch.sub_pool))
-                sources = batch.sources[at : at + UPKEEP_MOVES]
-                words["move_count"][0] = len(sources)
-                words["sources"][: len(sources)] = sources
-                words["destinations"][: len(sources)] = batch.destinations[at : at + UPKEEP_MOVES]
-                packets.append(packet)
+        for batch in self.allocator.take_moves(UPKEEP_MOVES):
+            packet, words = self._blank(upkeep_shape(self.plan, batch.sub_pool))
+            count = len(batch.sources)
+            words["move_count"][0] = count
+            words["sources"][:count] = batch.sources
+            words["destinations"][:count] = batch.destinations
+            packets.append(packet)
         for start, (ids, addresses) in zip(
             self.tables.mapping_start, self.allocator.take_changes(), strict=True
         ):
@@ -86,7 +85,11 @@ class Pending:
 
     def forget(self) -> None:
         """Drops what the device has not heard of, where there is no device."""
-        self.allocator.take_moves()
+        ledger = self.allocator.ledger
+        for _ in self.allocator.take_moves():
+            ledger.dispatch()
+        for ticket in range(ledger.retired + 1, ledger.dispatched + 1):
+            ledger.retire(ticket)
         self.allocator.take_changes()
         self._changes.clear()
 

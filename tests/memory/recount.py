@@ -38,6 +38,8 @@ class Recount:
         self.used = [
             0
         ] * geometry.arena_granules  # last ticket that may touch it for a former owner
+        self.queued = set()  # granules that moves without a ticket name
+        self.recent = []  # (sub_pool, address) that moves and copies named last
         self.seen_batches = 0
         self.serial = 0
         self.touched = set()  # (sub_pool, id) since `look_close`
@@ -88,7 +90,8 @@ class Recount:
     def is_settled(self, pool, address):
         self.notice_moves()
         ledger = self.allocator.ledger
-        answer = all(self.used[g] <= ledger.retired for g in self.granules(pool, address))
+        span = self.granules(pool, address)
+        answer = all(self.used[g] <= ledger.retired and g not in self.queued for g in span)
         assert ledger.settled(pool, address) == answer, f"is unit {address} of {pool} settled?"
         return answer
 
@@ -98,12 +101,11 @@ class Recount:
                 self.used[granule] = max(self.used[granule], ticket)
 
     def notice_moves(self):
-        """Moves decided since the last step run under the next ticket."""
+        """What moves and copies name that have no ticket yet."""
         moves = self.allocator._moves
         for batch in moves[self.seen_batches :]:
-            ticket = self.allocator.ledger.dispatched + 1
-            self.use(batch.sub_pool, batch.sources.tolist(), ticket)
-            self.use(batch.sub_pool, batch.destinations.tolist(), ticket)
+            for address in [*batch.sources.tolist(), *batch.destinations.tolist()]:
+                self.queued.update(self.granules(batch.sub_pool, address))
         self.seen_batches = len(moves)
 
     def look(self):

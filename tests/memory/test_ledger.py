@@ -90,44 +90,66 @@ def test_a_unit_is_settled_only_when_overlapping_units_of_other_sub_pools_are():
     assert [ledger.settled(0, slot) for slot in range(5)] == [True, True, False, False, True]
 
 
-def test_a_moved_unit_waits_for_the_step_that_moves_it():
+def moved(ledger, source, destination):
+    """A queued move of one unit."""
+    batch = 1, np.array([source]), np.array([destination])
+    ledger.move(*batch)
+    return batch
+
+
+def test_a_moved_unit_waits_for_the_program_that_moves_it():
     ledger = ledger_in(law.HOLE)
     ledger.states[1][[2, 3]] = law.LIVE
-    ledger.move(1, np.array([2, 3]), np.array([8, 9]))
+    batches = [moved(ledger, 2, 8), moved(ledger, 3, 9)]
+    ledger.dispatch()  # another program, while the moves are queued
+    ledger.retire(1)
     assert (ledger.states[1][[2, 3]] == law.VACATED).all()
-    assert not ledger.settled(1, 2)
-    assert not ledger.settled(1, 8)
-    ledger.retire(ledger.dispatch())
-    assert (ledger.states[1][[2, 3]] == law.BEYOND).all()
-    assert ledger.settled(1, 8)
+    assert not any(ledger.settled(1, unit) for unit in (2, 3, 8, 9))
+    for batch in batches:
+        ledger.hand_out(*batch)
+    ledger.check()
+    for unit, ticket in ((2, 2), (3, 3)):
+        assert not ledger.settled(1, unit + 6)
+        ledger.dispatch()
+        ledger.retire(ticket)
+        assert ledger.states[1][unit] == law.BEYOND
+        assert ledger.settled(1, unit)
+        assert ledger.settled(1, unit + 6)
+    ledger.check()
 
 
 @pytest.mark.parametrize("is_single", [True, False])
-def test_a_unit_freed_while_a_move_into_it_is_queued_settles_with_the_move(is_single):
+@pytest.mark.parametrize("is_handed_out", [True, False])
+def test_a_unit_freed_before_a_move_into_it_has_run_settles_with_the_move(is_single, is_handed_out):
     """Published earlier, a peer would write it and then the move would."""
     ledger = ledger_in(law.HOLE)
     ledger.states[1][2] = law.LIVE
-    ledger.move(1, np.array([2]), np.array([8]))
+    batch = moved(ledger, 2, 8)
+    if is_handed_out:
+        ledger.hand_out(*batch)
     if is_single:
         ledger.free_one(1, 8)
     else:
         ledger.free(1, np.array([8]))
     assert not ledger.settled(1, 8)
+    if not is_handed_out:
+        ledger.hand_out(*batch)
     ledger.retire(ledger.dispatch())
     assert ledger.settled(1, 8)
 
 
-def test_a_unit_vacated_twice_waits_for_the_later_step():
+def test_a_unit_vacated_twice_waits_for_the_later_program():
     ledger = ledger_in(law.HOLE)
     ledger.states[1][2] = law.LIVE
-    ledger.move(1, np.array([2]), np.array([8]))
+    ledger.hand_out(*moved(ledger, 2, 8))
     ledger.dispatch()
     ledger.apply(1, 2, law.GROW)
-    ledger.move(1, np.array([8]), np.array([2]))
-    ledger.move(1, np.array([2]), np.array([9]))
-    ledger.retire(1)
-    assert ledger.states[1][2] == law.VACATED
-    ledger.retire(ledger.dispatch())
+    for batch in [moved(ledger, 8, 2), moved(ledger, 2, 9)]:
+        ledger.hand_out(*batch)
+    for ticket in (1, 2, 3):
+        assert ledger.states[1][2] == law.VACATED
+        ledger.dispatch()
+        ledger.retire(ticket)
     assert ledger.states[1][2] == law.BEYOND
 
 

@@ -266,11 +266,16 @@ class World(Recount):
 
     def step(self):
         """Runs queued moves, learns the changes, writes what is new, and reads everything back."""
-        self.notice_moves()
+        self.queued.clear()
         self.seen_batches = 0
-        for batch in self.allocator.take_moves():
+        for batch in self.allocator.take_moves(3):
             assert not set(batch.sources.tolist()) & set(batch.destinations.tolist())
             self.arena.move(batch.sub_pool, batch.sources.tolist(), batch.destinations.tolist())
+            ticket = self.allocator.ledger.dispatch()
+            self.use(batch.sub_pool, batch.sources.tolist(), ticket)
+            self.use(batch.sub_pool, batch.destinations.tolist(), ticket)
+            named = [*batch.sources.tolist(), *batch.destinations.tolist()]
+            self.recent = [*self.recent[-8:], *((batch.sub_pool, a) for a in named)]
         for device, (ids, addresses) in zip(
             self.device, self.allocator.take_changes(), strict=True
         ):
@@ -289,4 +294,7 @@ class World(Recount):
         ledger = self.allocator.ledger
         for ticket in range(ledger.retired + 1, min(ledger.retired + most, ledger.dispatched) + 1):
             ledger.retire(ticket)
+            if ticket + 8 > ledger.dispatched:  # around the last moves
+                for place in self.recent:
+                    self.is_settled(*place)
         self.refuse(UsageError, lambda: ledger.retire(ledger.retired + 2))
