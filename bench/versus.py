@@ -12,7 +12,7 @@ than their share where something else runs on their cores, so take no more threa
 idle cores.
 
 Transformers runs in an interpreter of its own (`--transformers-python`), which needs torch,
-transformers and safetensors and nothing of ours.
+transformers and safetensors, for GGUF files gguf and accelerate too, and nothing of ours.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from unimem_jax.models import smollm2
 
 import unimem_jax as um
 from tests.models.references.network import rebuild
@@ -46,6 +47,11 @@ PAGE_TOKENS = 16
 TINY = ("gpt_oss", "qwen3", "qwen3_5")  # drawn by tests/models/references
 OTHER_SIDE = Path(__file__).with_name("versus_transformers.py")
 NOTES = {"qwen3_5": "Transformers runs DeltaNet in Python here: its fast kernels need a GPU."}
+
+HEADS = (
+    f"{'batch':>6}{'ours':>20}{'Transformers':>20}{'ratio':>8}{'CPU':>7}{'bytes/request':>24}"
+    "  their way"
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class Theirs:
         # -P: this folder's `kernels` is not the package that Transformers looks for.
         script = [python, "-P", str(OTHER_SIDE)]
         command = [*script, str(folder), checkpoint.name if is_file else "", str(threads)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         self._process = subprocess.Popen(
             command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -192,41 +198,61 @@ def measure(
         row[name] = {
             "tokens_per_s_median": round(made / statistics.median(seconds), 1),
             "tokens_per_s_best": round(made / min(seconds), 1),
+            "tokens_per_cpu_s": round(
+                made / statistics.median(one.cpu_seconds for one in found), 1
+            ),
             "bytes_per_request": round(found[-1].state_bytes / batch),
         }
     return row
 
 
+def find(name: str, scratch: Path) -> Path:
+    """The folder or file that both sides load.
+
+    Raises:
+      UsageError: SmolLM2 has not been fetched.
+    """
+    if name in TINY:
+        return rebuild(name, scratch)
+    if name == "smollm2":
+        file = smollm2.installed()
+        if file is None:
+            raise UsageError("smollm2 is not here yet; `unimem fetch smollm2` gets it")
+        return file
+    return Path(name)
+
+
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All batch sizes of one model."""
+    """All batch sizes of one model, printed as they come."""
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = rebuild(name, Path(scratch)) if name in TINY else Path(name)
+        checkpoint = find(name, Path(scratch))
         model, params, _ = um.load(checkpoint)
+        print(f"{name}: tokens/s, median of rounds (best)\n{HEADS}")
         theirs = Theirs(options.transformers_python, checkpoint, options.threads)
+        rows: list[dict[str, Any]] = []
         try:
-            rows = [measure(model, params, theirs, batch, options) for batch in options.batches]
+            for batch in options.batches:
+                rows.append(measure(model, params, theirs, batch, options))
+                show(rows[-1])
         finally:
             theirs.close()
     found = {"model": name, **theirs.versions, "rows": rows}
-    return found | ({"note": NOTES[name]} if name in NOTES else {})
+    if name in NOTES:
+        print(NOTES[name])
+        found["note"] = NOTES[name]
+    return found
 
 
-def show(found: dict[str, Any]) -> None:
-    """Prints one model's table."""
-    print(f"{found['model']}: tokens/s, median of rounds (best)")
-    heads = f"{'ours':>20}{'Transformers':>20}{'ratio':>8}{'CPU':>7}{'bytes/request':>20}"
-    print(f"{'batch':>6}{heads}  their way")
-    for row in found["rows"]:
-        speeds = [
-            f"{row[side]['tokens_per_s_median']:,.0f} ({row[side]['tokens_per_s_best']:,.0f})"
-            for side in ("ours", "transformers")
-        ]
-        sizes = " / ".join(f"{row[one]['bytes_per_request']:,}" for one in ("ours", "transformers"))
-        figures = f"{row['ratio']:>8.2f}{row['cpu_ratio']:>7.2f}{sizes:>20}  {row['way']}"
-        doubt = "" if row["same_tokens"] == 1 else "  tokens differ"
-        print(f"{row['batch']:>6}{speeds[0]:>20}{speeds[1]:>20}{figures}{doubt}")
-    if "note" in found:
-        print(found["note"])
+def show(row: dict[str, Any]) -> None:
+    """Prints one row of a table under `HEADS`."""
+    speeds = [
+        f"{row[side]['tokens_per_s_median']:,.0f} ({row[side]['tokens_per_s_best']:,.0f})"
+        for side in ("ours", "transformers")
+    ]
+    sizes = " / ".join(f"{row[side]['bytes_per_request']:,}" for side in ("ours", "transformers"))
+    figures = f"{row['ratio']:>8.2f}{row['cpu_ratio']:>7.2f}{sizes:>24}  {row['way']}"
+    doubt = "" if row["same_tokens"] == 1 else f"  {row['same_tokens']:.0%} of tokens are the same"
+    print(f"{row['batch']:>6}{speeds[0]:>20}{speeds[1]:>20}{figures}{doubt}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -238,7 +264,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--versus", choices=["transformers"], required=True)
     parser.add_argument(
         "--model", nargs="+", default=["gpt_oss", "qwen3"], metavar="MODEL",
-        help=f"{', '.join(TINY)} (tiny random networks), or a folder",
+        help=f"{', '.join(TINY)} (tiny random networks), smollm2, a folder or a GGUF file",
     )  # fmt: skip
     parser.add_argument("--transformers-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--threads", type=int, default=1, help="and cores, of each side")
@@ -253,10 +279,7 @@ def main(arguments: list[str]) -> int:
         print(f"the machine is busy (load {load:.1f}): do not trust what follows", file=sys.stderr)
     # XLA makes as many threads as it sees cores; the other process inherits the same cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    found = []
-    for name in options.model:
-        found.append(compare(name, options))
-        show(found[-1])
+    found = [compare(name, options) for name in options.model]
     result = {
         "what": "greedy decode, float32, beside Transformers' generate; prefill not counted",
         "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens,

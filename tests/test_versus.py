@@ -53,7 +53,7 @@ def test_rows_give_both_speeds_and_the_bytes_of_a_request(
         assert row["ratio"] > 1
         assert row["cpu_ratio"] > 1
         assert row["same_tokens"] < 1
-    assert capsys.readouterr().out.count("tokens differ") == 2
+    assert capsys.readouterr().out.count("of tokens are the same") == 2
 
 
 def test_an_interpreter_without_transformers_is_told_of_the_option(
