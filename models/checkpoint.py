@@ -83,7 +83,7 @@ def load_folder(
     folder = Folder(path, on_tensor)
     folder.require_unquantised()
     start = nested if any(name.startswith(nested) for name in folder.names) else "model."
-    dtype = dtype or folder.dtype(start + EMBEDDING.removeprefix("model."))
+    dtype = require_served(dtype or folder.dtype(start + EMBEDDING.removeprefix("model.")))
     decoder = read(Fields(folder.config), token_dtype or dtype)
     decoder.end_tokens = all_ends(folder, decoder.end_tokens)
     text = read_text(folder.path, decoder.vocab_size)
@@ -101,11 +101,9 @@ def read_params(
       start: what the checkpoint's names have where `Decoder.shapes` has "model.".
       ignored: as for `Folder.require`.
     Raises:
-      UsageError: another dtype, or a tensor that is missing, extra, misshapen or quantised.
+      UsageError: a tensor that is missing, extra, misshapen or quantised.
     Cost: the bytes of all tensors, and of the largest once more where it is converted.
     """
-    if dtype not in SERVED_DTYPES:
-        raise UsageError(f"weights are {', '.join(SERVED_DTYPES)}, not {dtype!r}")
     shapes = decoder.shapes()
     stored = {
         name: start + name.removeprefix("model.") if name.startswith("model.") else name
@@ -119,6 +117,13 @@ def read_params(
         name: _placed(checkpoint.tensor(stored[name], "float32" if len(shape) == 1 else dtype))
         for name, shape in sorted(shapes.items(), key=lambda one: -math.prod(one[1]))
     }
+
+
+def require_served(dtype: str) -> str:
+    """The dtype, or UsageError if weights are not held in it."""
+    if dtype not in SERVED_DTYPES:
+        raise UsageError(f"weights are {', '.join(SERVED_DTYPES)}, not {dtype!r}")
+    return dtype
 
 
 def _placed(tensor: np.ndarray) -> Array:

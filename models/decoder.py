@@ -1,23 +1,25 @@
 """A decoder as hub folders hold it: embedding, layers of a mixer and a gated feed-forward, head.
 
-Plain functions over one flat dictionary of parameters. A family lists the mixers of its layers, as
-`Mixer` describes them; `Attention` is here since every family has it.
+Flax NNX modules whose attributes are named as the hub names tensors. A family makes the mixers of
+its layers, as `Mixer` describes them; `Attention` is here since every family has it.
 
     x = x + mixer(norm(x));  x = x + down(silu(gate(y)) * up(y)), y = norm(x)      in each layer
 
-N1  Parameters have the names and shapes of the tensors in a text model's folder: loading changes
-    nothing but dtypes. A matrix is [out, in].
+N1  The path of a parameter in the modules is the name of its tensor in a text model's folder, and
+    parameters are one flat dictionary: loading changes nothing but dtypes. A matrix is [out, in].
 N2  Vectors (norms, decays, biases) are float32. Norm statistics, rotary angles, gates and logits
     are computed in float32; everything else in the dtype of the matrices.
-N3  `apply` is pure; nothing here holds an array.
+N3  `apply` is pure. The graph of modules stays on the model and holds shapes only; arrays come with
+    every call and are merged while tracing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
@@ -27,34 +29,58 @@ from .layers import normalise
 from .rotary import Rotary, turn
 
 EMBEDDING = "model.embed_tokens.weight"
-NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 PRECISION = lax.Precision.HIGHEST  # float32 weights are multiplied as such on a GPU too
 
-type Weights = Mapping[str, Array]
 type Shapes = dict[str, tuple[int, ...]]
+type Mixed = tuple[Array, dict[PartKey, Array], Any]  # to add to the input, fresh parts, views
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+def parameter(*shape: int) -> nnx.Param[Any]:
+    """A parameter of this shape, without an array."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+class Matrix(nnx.Module):
+    """A matrix [outputs, inputs] without bias."""
+
+    def __init__(self, outputs: int, inputs: int):
+        self.weight = parameter(outputs, inputs)
+
+    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        """Float32 sums, rounded to the dtype of `x`."""
+        return self.wide(x).astype(x.dtype)
+
+    def wide(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        """The sums in float32."""
+        return jnp.einsum(
+            "...i,oi->...o", x, self.weight[...],
+            precision=PRECISION, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+
+class Norm(nnx.Module):
     """Root mean square norm of the last axis.
 
     Attributes:
       is_centred: the weight is what is added to 1, and rounding comes after it, not before.
     """
 
-    epsilon: float
-    is_centred: bool = False
+    def __init__(self, channels: int, *, epsilon: float, is_centred: bool = False):
+        self.weight = parameter(channels)
+        self.epsilon, self.is_centred = epsilon, is_centred
 
-    def __call__(
-        self, x: Float[Array, "*batch channels"], weight: Float[Array, " channels"]
-    ) -> Float[Array, "*batch channels"]:
+    def __call__(self, x: Float[Array, "*batch channels"]) -> Float[Array, "*batch channels"]:
         """Shape and dtype of `x`."""
-        weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+        weight = self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
         if self.is_centred:
             wide = normalise(x.astype(jnp.float32), self.epsilon)
             return (wide * (1 + weight)).astype(x.dtype)
         return normalise(x, self.epsilon) * weight.astype(x.dtype)
+
+
+# The norms of a family, by their channels.
+type MakeNorm = Callable[[int], Norm]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +103,24 @@ class Sizes:
 
 
 class Mixer(Protocol):
-    """How a layer mixes tokens. Static: its weights come with every call."""
+    """How a layer mixes tokens: an NNX module.
 
-    def shapes(self) -> Shapes:
-        """Its tensors by their names within the layer."""
-        ...
+    Attributes:
+      name: what the hub calls it within a layer.
+    """
+
+    name: str
 
     def parts(self) -> tuple[Part, ...]:
         """What it remembers."""
         ...
 
-    def __call__(
-        self, weights: Weights, x: Array, views: Any
-    ) -> tuple[Array, dict[PartKey, Array], Any]:
+    def __call__(self, x: Array, views: Any) -> Mixed:
         """[R, T, width] -> (what to add to the input, fresh token parts, views)."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(nnx.Module):
     """Grouped-query attention with rotary positions.
 
     Its site owns "key" and "value", both [key_heads, head] per token, for the whole context.
@@ -103,31 +128,31 @@ class Attention:
     Attributes:
       heads: query heads, key heads, head size.
       rotary: turns the first channels of a head; the rest, if any, stays.
-      norm: of every query and key before it turns, over the channels of a head; None for none.
       is_gated: each query head has a gate, stored behind its query, that weighs its output.
     """
 
-    site: Site
-    width: int
-    heads: tuple[int, int, int]
-    rotary: Rotary
-    norm: Norm | None
-    token_dtype: str
-    is_gated: bool = False
+    name = "self_attn"
 
-    def shapes(self) -> Shapes:
-        """As `Mixer.shapes`."""
-        query_heads, key_heads, head = self.heads
+    def __init__(
+        self, site: Site, width: int, heads: tuple[int, int, int], *,
+        rotary: Rotary, token_dtype: str, norm: MakeNorm | None = None, is_gated: bool = False,
+    ):  # fmt: skip
+        """Declares the layer.
+
+        Args:
+          token_dtype: stored dtype of keys and values.
+          norm: of every query and key before it turns, over the channels of a head; None for none.
+        """
+        self.site, self.heads, self.rotary = site, heads, rotary
+        self.token_dtype, self.is_gated = token_dtype, is_gated
+        query_heads, key_heads, head = heads
         queries, keys = query_heads * head, key_heads * head
-        shapes: Shapes = {
-            "self_attn.q_proj.weight": (queries * (2 if self.is_gated else 1), self.width),
-            "self_attn.k_proj.weight": (keys, self.width),
-            "self_attn.v_proj.weight": (keys, self.width),
-            "self_attn.o_proj.weight": (self.width, queries),
-        }
-        if self.norm is not None:
-            shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-        return shapes
+        self.q_proj = Matrix(queries * (2 if is_gated else 1), width)
+        self.k_proj = Matrix(keys, width)
+        self.v_proj = Matrix(keys, width)
+        self.o_proj = Matrix(width, queries)
+        self.q_norm = None if norm is None else norm(head)
+        self.k_norm = None if norm is None else norm(head)
 
     def parts(self) -> tuple[Part, ...]:
         """As `Mixer.parts`."""
@@ -136,26 +161,90 @@ class Attention:
             for name in ("key", "value")
         )
 
-    def __call__(
-        self, weights: Weights, x: Float[Array, "requests tokens width"], views: Any
-    ) -> tuple[Float[Array, "requests tokens width"], dict[PartKey, Array], Any]:
+    def __call__(self, x: Float[Array, "requests tokens width"], views: Any) -> Mixed:
         """As `Mixer.__call__`."""
         query_heads, key_heads, head = self.heads
-        query = split_heads(multiply(x, weights["self_attn.q_proj.weight"]), query_heads)
+        query = split_heads(self.q_proj(x), query_heads)
         query, gate = query[..., :head], query[..., head:]
-        key = split_heads(multiply(x, weights["self_attn.k_proj.weight"]), key_heads)
-        value = split_heads(multiply(x, weights["self_attn.v_proj.weight"]), key_heads)
+        key = split_heads(self.k_proj(x), key_heads)
+        value = split_heads(self.v_proj(x), key_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         table = self.rotary.table(views.positions)
-        if self.norm is not None:
-            query = self.norm(query, weights["self_attn.q_norm.weight"])
-            key = self.norm(key, weights["self_attn.k_norm.weight"])
         query, key = _turn_first(query, table), _turn_first(key, table)
         mixed, views = views.attend(self.site, query, key, value, scale=head**-0.5)
         if self.is_gated:
             wide = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
             mixed = wide.astype(x.dtype)
-        added = multiply(mixed.reshape(*x.shape[:2], -1), weights["self_attn.o_proj.weight"])
+        added = self.o_proj(mixed.reshape(*x.shape[:2], -1))
         return added, {(self.site, "key"): key, (self.site, "value"): value}, views
+
+
+class Feed(nnx.Module):
+    """Gated feed-forward [Shazeer 2020, arXiv:2002.05202]: down(silu(gate x) * up x)."""
+
+    def __init__(self, width: int, hidden: int):
+        self.gate_proj = Matrix(hidden, width)
+        self.up_proj = Matrix(hidden, width)
+        self.down_proj = Matrix(width, hidden)
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        """Shape and dtype of `x`."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """A mixer and a feed-forward, each added to what comes in."""
+
+    def __init__(self, mixer: Mixer, sizes: Sizes, norm: MakeNorm):
+        self.mixer_name = mixer.name
+        self.input_layernorm = norm(sizes.width)
+        setattr(self, mixer.name, mixer)
+        self.post_attention_layernorm = norm(sizes.width)
+        self.mlp = Feed(sizes.width, sizes.hidden)
+
+    @property
+    def mixer(self) -> Mixer:
+        """Under the hub's name it is an attribute."""
+        return getattr(self, self.mixer_name)
+
+    def __call__(self, x: Float[Array, "requests tokens width"], views: Any) -> Mixed:
+        """(x after this layer, fresh token parts, views)."""
+        added, fresh, views = self.mixer(self.input_layernorm(x), views)
+        x = x + added
+        return x + self.mlp(self.post_attention_layernorm(x)), fresh, views
+
+
+class Body(nnx.Module):
+    """Embedding, layers, and the norm of the tokens that the views select."""
+
+    def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: MakeNorm):
+        self.embed_tokens = Matrix(sizes.vocab, sizes.width)
+        self.layers = nnx.List([Layer(mixer, sizes, norm) for mixer in mixers])
+        self.norm = norm(sizes.width)
+
+    def __call__(self, tokens: Int32[Array, "requests new"], views: Any) -> Mixed:
+        """(normed tokens, fresh token parts, views)."""
+        x = self.embed_tokens.weight[...].at[tokens].get(mode="clip")
+        fresh: dict[PartKey, Array] = {}
+        for layer in self.layers:
+            x, new, views = layer(x, views)
+            fresh |= new
+        return self.norm(views.select(x)), fresh, views
+
+
+class Network(nnx.Module):
+    """A body and its head, which may be the embedding."""
+
+    def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: MakeNorm):
+        self.model = Body(sizes, mixers, norm)
+        self.lm_head = None if sizes.is_tied else Matrix(sizes.vocab, sizes.width)
+
+    def __call__(self, tokens: Int32[Array, "requests new"], views: Any) -> Mixed:
+        """As `Decoder.apply`."""
+        hidden, fresh, views = self.model(tokens, views)
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return head.wide(hidden), fresh, views
 
 
 class Decoder:
@@ -165,36 +254,28 @@ class Decoder:
       vocab_size, context_tokens, start_token, end_tokens: of the configuration.
     """
 
-    def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: Norm):
-        self.sizes, self.norm = sizes, norm
-        self.mixers = tuple(mixers)
+    def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: MakeNorm):
+        """Makes the graph and no arrays."""
+        self.sizes = sizes
         self.vocab_size, self.context_tokens = sizes.vocab, sizes.context_tokens
         self.start_token, self.end_tokens = sizes.start_token, sizes.end_tokens
+        self._parts = tuple(part for mixer in mixers for part in mixer.parts())
+        self._graph, state = nnx.split(Network(sizes, mixers, norm))
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
+        self._shapes = {
+            ".".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves
+        }
 
     def parts(self) -> tuple[Part, ...]:
         """What the model remembers; see docs/ARCHITECTURE.md."""
-        return tuple(part for mixer in self.mixers for part in mixer.parts())
+        return self._parts
 
     def shapes(self) -> Shapes:
         """Name and shape of every parameter (N1)."""
-        sizes = self.sizes
-        found: Shapes = {EMBEDDING: (sizes.vocab, sizes.width), NORM: (sizes.width,)}
-        if not sizes.is_tied:
-            found[HEAD] = (sizes.vocab, sizes.width)
-        for layer, mixer in enumerate(self.mixers):
-            inside = {
-                **mixer.shapes(),
-                "input_layernorm.weight": (sizes.width,),
-                "post_attention_layernorm.weight": (sizes.width,),
-                "mlp.gate_proj.weight": (sizes.hidden, sizes.width),
-                "mlp.up_proj.weight": (sizes.hidden, sizes.width),
-                "mlp.down_proj.weight": (sizes.width, sizes.hidden),
-            }
-            found |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
-        return found
+        return dict(self._shapes)
 
     def apply(
-        self, params: Weights, tokens: Int32[Array, "requests new"], views: Any
+        self, params: Mapping[str, Array], tokens: Int32[Array, "requests new"], views: Any
     ) -> tuple[Float[Array, "..."], dict[PartKey, Array], Any]:
         """Runs the network on new tokens, given their past as views.
 
@@ -205,36 +286,8 @@ class Decoder:
           with.
         Cost: about 2 floating point operations per parameter and token, and attention.
         """
-        x = params[EMBEDDING].at[tokens].get(mode="clip")
-        fresh: dict[PartKey, Array] = {}
-        for layer, mixer in enumerate(self.mixers):
-            start = f"model.layers.{layer}."
-            weights = {
-                name.removeprefix(start): array
-                for name, array in params.items()
-                if name.startswith(start)
-            }
-            normed = self.norm(x, weights["input_layernorm.weight"])
-            added, new, views = mixer(weights, normed, views)
-            x, fresh = x + added, fresh | new
-            x = x + feed_forward(weights, self.norm(x, weights["post_attention_layernorm.weight"]))
-        hidden = self.norm(views.select(x), params[NORM])
-        head = params[EMBEDDING if self.sizes.is_tied else HEAD]
-        return _multiply_wide(hidden, head), fresh, views
-
-
-def multiply(
-    x: Float[Array, "*batch inputs"], matrix: Float[Array, "outputs inputs"]
-) -> Float[Array, "*batch outputs"]:
-    """A matrix of a hub folder times vectors; float32 sums, rounded to the dtype of `x`."""
-    return _multiply_wide(x, matrix).astype(x.dtype)
-
-
-def feed_forward(weights: Weights, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-    """Gated feed-forward [Shazeer 2020, arXiv:2002.05202]: down(silu(gate x) * up x)."""
-    gate = jax.nn.silu(multiply(x, weights["mlp.gate_proj.weight"]))
-    up = multiply(x, weights["mlp.up_proj.weight"])
-    return multiply(gate * up, weights["mlp.down_proj.weight"])
+        nested = jax.tree.unflatten(self._tree, [params[name] for name in self._shapes])
+        return nnx.merge(self._graph, nested)(tokens, views)
 
 
 def split_heads(
@@ -242,12 +295,6 @@ def split_heads(
 ) -> Float[Array, "requests tokens heads head"]:
     """Equal stretches of channels, one per head."""
     return x.reshape(*x.shape[:2], heads, -1)
-
-
-def _multiply_wide(x: Array, matrix: Array) -> Array:
-    return jnp.einsum(
-        "...i,oi->...o", x, matrix, precision=PRECISION, preferred_element_type=jnp.float32
-    )
 
 
 def _turn_first(x: Array, table: tuple[Array, Array]) -> Array:

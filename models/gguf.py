@@ -18,7 +18,7 @@ import numpy as np
 from unimem_jax.errors import UsageError
 
 from . import llama, qwen3
-from .checkpoint import Loaded, ReadDecoder, read_params
+from .checkpoint import Loaded, ReadDecoder, read_params, require_served
 from .fields import Fields
 from .folder import OnTensor
 from .gguf_file import GgufFile
@@ -120,7 +120,7 @@ def load(
             f"{path} is of the architecture {name!r}; supported are {', '.join(ARCHITECTURES)}"
         )
     architecture, config = ARCHITECTURES[name], read_config(file, fields, name)
-    dtype = dtype or file.dtype(EMBEDDING)
+    dtype = require_served(dtype or file.dtype(EMBEDDING))
     decoder = architecture.read(Fields(config, str(file.path)), token_dtype or dtype)
     text = read_text(fields, decoder.vocab_size)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

@@ -4,6 +4,7 @@ Everything but its configuration is `decoder`'s. Sizes are those of meta-llama/L
 HuggingFaceTB/SmolLM2-135M, among others.
 """
 
+from functools import partial
 from pathlib import Path
 
 from unimem_jax.spec import Site
@@ -28,9 +29,10 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
     width, query_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     fields = fields.filled(num_key_value_heads=query_heads, head_dim=width // query_heads)
     heads = fields.attention_heads()
-    rotary, norm = fields.rotary(heads[2]), Norm(fields.positive("rms_norm_eps", 1e-6))
+    rotary = fields.rotary(heads[2])
+    norm = partial(Norm, epsilon=fields.positive("rms_norm_eps", 1e-6))
     mixers = [
-        Attention(Site(layer), width, heads, rotary, None, token_dtype)
+        Attention(Site(layer), width, heads, rotary=rotary, token_dtype=token_dtype)
         for layer in range(fields.count("num_hidden_layers"))
     ]
     return Decoder(read_sizes(fields), mixers, norm)

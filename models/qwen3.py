@@ -3,6 +3,7 @@
 Everything but its configuration is `decoder`'s. Sizes are those of Qwen/Qwen3-0.6B to -32B.
 """
 
+from functools import partial
 from pathlib import Path
 
 from unimem_jax.spec import Site
@@ -26,9 +27,10 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
     fields.require(attention_bias=False, hidden_act="silu", use_sliding_window=False)
     fields.layer_kinds((FULL,))
     heads, width = fields.attention_heads(), fields.count("hidden_size")
-    rotary, norm = fields.rotary(heads[2]), Norm(fields.positive("rms_norm_eps", 1e-6))
+    rotary = fields.rotary(heads[2])
+    norm = partial(Norm, epsilon=fields.positive("rms_norm_eps", 1e-6))
     mixers = [
-        Attention(Site(layer), width, heads, rotary, norm, token_dtype)
+        Attention(Site(layer), width, heads, rotary=rotary, token_dtype=token_dtype, norm=norm)
         for layer in range(fields.count("num_hidden_layers"))
     ]
     return Decoder(read_sizes(fields), mixers, norm)

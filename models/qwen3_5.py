@@ -10,19 +10,30 @@ and the drafting layers `mtp.` stay unread.
 Text has one position per token, so the three interleaved kinds of rotary position are one.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from unimem_jax.spec import REQUEST, Part, PartKey, Site
+from unimem_jax.spec import REQUEST, Part, Site
 
 from .checkpoint import Loaded, load_folder, read_sizes
-from .decoder import Attention, Decoder, Mixer, Norm, Shapes, Weights, multiply, split_heads
+from .decoder import (
+    Attention,
+    Decoder,
+    MakeNorm,
+    Matrix,
+    Mixed,
+    Mixer,
+    Norm,
+    parameter,
+    split_heads,
+)
 from .delta import Tokens, delta_rule, short_convolution, unit
 from .fields import Fields
 from .folder import OnTensor
@@ -37,8 +48,14 @@ NESTED = "model.language_model."  # in a folder of the model with vision
 UNREAD = ("model.visual.", "mtp.")
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaNet:
+class Taps(nnx.Module):
+    """Weights [channels, 1, taps] of a depthwise convolution, oldest input first."""
+
+    def __init__(self, channels: int, taps: int):
+        self.weight = parameter(channels, 1, taps)
+
+
+class DeltaNet(nnx.Module):
     """Gated DeltaNet in which several value heads may share a key head.
 
     Its site owns, per request, "conv" [K - 1, channels] and "state" [value_heads, Dk, Dv], both
@@ -48,62 +65,54 @@ class DeltaNet:
       heads: key heads, value heads.
       sizes: Dk, Dv.
       taps: inputs K that the convolution sees.
-      norm: of each value head, not centred.
     """
 
-    site: Site
-    width: int
-    heads: tuple[int, int]
-    sizes: tuple[int, int]
-    taps: int
-    norm: Norm
+    name = "linear_attn"
 
-    def shapes(self) -> Shapes:
-        """As `Mixer.shapes`."""
-        heads, values = self.heads[1], self.heads[1] * self.sizes[1]
-        shapes = {
-            "in_proj_qkv.weight": (self._channels(), self.width),
-            "in_proj_z.weight": (values, self.width),
-            "in_proj_a.weight": (heads, self.width),
-            "in_proj_b.weight": (heads, self.width),
-            "conv1d.weight": (self._channels(), 1, self.taps),
-            "A_log": (heads,),
-            "dt_bias": (heads,),
-            "norm.weight": (self.sizes[1],),
-            "out_proj.weight": (self.width, values),
-        }
-        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+    def __init__(
+        self, site: Site, width: int, heads: tuple[int, int], *,
+        sizes: tuple[int, int], taps: int, norm: MakeNorm,
+    ):  # fmt: skip
+        """Declares the layer; `norm` is that of each value head."""
+        self.site, self.heads, self.sizes, self.taps = site, heads, sizes, taps
+        values = heads[1] * sizes[1]
+        self.channels = 2 * heads[0] * sizes[0] + values
+        self.in_proj_qkv = Matrix(self.channels, width)
+        self.in_proj_z = Matrix(values, width)
+        self.in_proj_a = Matrix(heads[1], width)
+        self.in_proj_b = Matrix(heads[1], width)
+        self.conv1d = Taps(self.channels, taps)
+        self.A_log = parameter(heads[1])
+        self.dt_bias = parameter(heads[1])
+        self.norm = norm(sizes[1])
+        self.out_proj = Matrix(width, values)
 
     def parts(self) -> tuple[Part, ...]:
         """As `Mixer.parts`."""
-        tail, memory = (self.taps - 1, self._channels()), (self.heads[1], *self.sizes)
+        tail, memory = (self.taps - 1, self.channels), (self.heads[1], *self.sizes)
         return (
             Part(self.site, "conv", tail, "float32", REQUEST),
             Part(self.site, "state", memory, "float32", REQUEST),
         )
 
-    def __call__(
-        self, weights: Weights, x: Float[Array, "requests tokens width"], views: Any
-    ) -> tuple[Float[Array, "requests tokens width"], dict[PartKey, Array], Any]:
+    def __call__(self, x: Float[Array, "requests tokens width"], views: Any) -> Mixed:
         """As `Mixer.__call__`; no token parts."""
-        inputs = multiply(x, weights["linear_attn.in_proj_qkv.weight"]).astype(jnp.float32)
-        taps = weights["linear_attn.conv1d.weight"][:, 0, :].astype(jnp.float32).T
+        inputs = self.in_proj_qkv(x).astype(jnp.float32)
+        taps = self.conv1d.weight[...][:, 0, :].astype(jnp.float32).T
         tail, views = views.read(self.site, "conv")
         lengths = views.valid.sum(axis=1, dtype=jnp.int32)
         mixed, tail = short_convolution(inputs, taps, tail, lengths)
         views = views.write(self.site, "conv", tail)
 
         memory, views = views.read(self.site, "state")
-        tokens = self._tokens(weights, jax.nn.silu(mixed), x, views.valid)
-        read, memory = delta_rule(tokens, memory)
+        read, memory = delta_rule(self._tokens(jax.nn.silu(mixed), x, views.valid), memory)
         views = views.write(self.site, "state", memory)
 
-        gate = multiply(x, weights["linear_attn.in_proj_z.weight"]).astype(jnp.float32)
-        read = self.norm(read, weights["linear_attn.norm.weight"])
-        read = read.reshape(gate.shape) * jax.nn.silu(gate)
-        return multiply(read.astype(x.dtype), weights["linear_attn.out_proj.weight"]), {}, views
+        gate = self.in_proj_z(x).astype(jnp.float32)
+        read = self.norm(read).reshape(gate.shape) * jax.nn.silu(gate)
+        return self.out_proj(read.astype(x.dtype)), {}, views
 
-    def _tokens(self, weights: Weights, mixed: Array, x: Array, valid: Array) -> Tokens:
+    def _tokens(self, mixed: Array, x: Array, valid: Array) -> Tokens:
         """Splits channels into heads; a token that is not valid is made to change nothing."""
         (key_heads, heads), (key_size, _) = self.heads, self.sizes
         kept = valid[:, :, None]
@@ -115,11 +124,10 @@ class DeltaNet:
             jnp.repeat(unit(split_heads(part, key_heads)), heads // key_heads, axis=2)
             for part in (query, key)
         )
-        rate = multiply(x, weights["linear_attn.in_proj_a.weight"]).astype(jnp.float32)
-        rate = jax.nn.softplus(rate + weights["linear_attn.dt_bias"][None, None, :])
-        decay = -jnp.exp(weights["linear_attn.A_log"])[None, None, :] * rate
-        strength = multiply(x, weights["linear_attn.in_proj_b.weight"]).astype(jnp.float32)
-        strength = jax.nn.sigmoid(strength)
+        rate = self.in_proj_a(x).astype(jnp.float32)
+        rate = jax.nn.softplus(rate + self.dt_bias[...][None, None, :])
+        decay = -jnp.exp(self.A_log[...])[None, None, :] * rate
+        strength = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
         return Tokens(
             query=query * key_size**-0.5,
             key=key,
@@ -127,10 +135,6 @@ class DeltaNet:
             decay=jnp.where(kept, decay, jnp.zeros_like(decay)),
             strength=jnp.where(kept, strength, jnp.zeros_like(strength)),
         )
-
-    def _channels(self) -> int:
-        (key_heads, heads), (key, value) = self.heads, self.sizes
-        return 2 * key_heads * key + heads * value
 
 
 def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
@@ -148,18 +152,22 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
     kinds = fields.layer_kinds((LINEAR, FULL)) or _regular_kinds(fields)
     heads = fields.attention_heads()
     epsilon = fields.positive("rms_norm_eps", 1e-6)
-    rotary, norm = fields.rotary(_rotated(fields, heads[2]), BESIDE), Norm(epsilon, True)
+    plain, centred = partial(Norm, epsilon=epsilon), partial(Norm, epsilon=epsilon, is_centred=True)
+    rotary = fields.rotary(_rotated(fields, heads[2]), BESIDE)
     width = fields.count("hidden_size")
 
     def mixer(layer: int) -> Mixer:
         if kinds[layer] == FULL:
-            return Attention(Site(layer), width, heads, rotary, norm, token_dtype, is_gated=True)
+            return Attention(
+                Site(layer), width, heads,
+                rotary=rotary, token_dtype=token_dtype, norm=centred, is_gated=True,
+            )  # fmt: skip
         delta_heads, sizes, taps = _delta_sizes(fields)
-        return DeltaNet(Site(layer), width, delta_heads, sizes, taps, Norm(epsilon))
+        return DeltaNet(Site(layer), width, delta_heads, sizes=sizes, taps=taps, norm=plain)
 
     is_tied = fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings"))
     sizes = read_sizes(fields, is_tied=is_tied)
-    return Decoder(sizes, [mixer(layer) for layer in range(len(kinds))], norm)
+    return Decoder(sizes, [mixer(layer) for layer in range(len(kinds))], centred)
 
 
 def load(

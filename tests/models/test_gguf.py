@@ -185,6 +185,11 @@ def test_metadata_that_cannot_be_served_are_refused_by_their_key(key, tmp_path):
     refused(tmp_path, message, changed=changed)
 
 
+def test_weights_of_another_dtype_are_refused(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", GGUF_LLAMA, random_tensors(GGUF_LLAMA, 0))
+    assert "not 'float64'" in refusal(load, file, "float64")
+
+
 def test_a_file_without_a_tokenizer_is_refused(tmp_path):
     refused(tmp_path, "holds no tokenizer", changed={"tokenizer.ggml.model": None})
     refused(tmp_path, "merges is missing", changed={"tokenizer.ggml.merges": None})
