@@ -11,6 +11,8 @@ from unimem_jax.errors import UsageError
 
 from .rotary import Rotary, read_rotary
 
+MOST_CHANNELS = 1 << 16  # of a head; more are an error, and would fill the memory
+
 
 class Fields:
     """One object of a configuration.
@@ -118,9 +120,10 @@ class Fields:
         settings = self.get(name, {})
         if not isinstance(settings, dict):
             raise self.refusal(name, "an object")
-        if channels % 2 or channels < 2:
+        if channels % 2 or not 2 <= channels <= MOST_CHANNELS:
             raise UsageError(
-                f"{self.place}: head_dim gives {channels} rotated channels; they go in pairs"
+                f"{self.place}: head_dim gives {channels} rotated channels; they go in pairs, and "
+                f"are at most {MOST_CHANNELS}"
             )
         settings = {key: value for key, value in settings.items() if key not in beside}
         return read_rotary(

@@ -88,7 +88,10 @@ def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
     if kind == "default":
         return Rotary(tuple(plain.tolist()))
     if kind == "factors":
-        return Rotary(tuple((plain / np.asarray(given["factors"], np.float64)).tolist()))
+        factors = np.asarray(given["factors"], np.float64)
+        if factors.shape != plain.shape or not (factors > 0).all():
+            raise UsageError(f"{field}.factors are not {len(plain)} positive numbers, one per pair")
+        return Rotary(tuple((plain / factors).tolist()))
 
     factor = _number(given, "factor", field)
     trained = _number(given, "original_max_position_embeddings", field)

@@ -209,6 +209,13 @@ def test_tensors_too_many_are_refused(tmp_path):
     refused(tmp_path, "nothing is known of 1 tensors: blk.0.attn_q.bias", beside=beside)
 
 
+@pytest.mark.parametrize("factors", [[1.0, 1.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, np.nan]])
+def test_factors_that_slow_nothing_known_are_refused(factors, tmp_path):
+    beside = {"rope_freqs.weight": np.float32(factors)}
+    file = write_gguf(tmp_path / "a.gguf", GGUF_LLAMA, random_tensors(GGUF_LLAMA, 0), beside=beside)
+    assert "factors are not 4 positive numbers" in refusal(load, file)
+
+
 def test_a_file_that_ends_anywhere_before_its_end_is_refused(tmp_path):
     whole_file = write_gguf(tmp_path / "a.gguf", GGUF_LLAMA, random_tensors(GGUF_LLAMA, 0))
     content = whole_file.read_bytes()

@@ -82,6 +82,7 @@ REFUSED = {
     "rope_interleaved": (True, "rope_interleaved is True"),
     "num_key_value_heads": (4, "num_key_value_heads is 4"),
     "num_attention_heads": (64, "head_dim is 0"),
+    "head_dim": (1 << 31, "2147483648 rotated channels"),
     "rope_scaling": ({"rope_type": "linear", "factor": 2.0}, "rope_type is 'linear'"),
 }
 
