@@ -4,8 +4,10 @@ import json
 import re
 import sys
 import zipfile
+from contextlib import nullcontext
 
 import pytest
+import tqdm
 from unimem_jax.models import smollm2
 
 from tests.models.gguf_files import CONTROL, GGUF_LLAMA, TOKENIZER, write_gguf
@@ -39,6 +41,23 @@ def test_several_questions_are_answered_below_themselves(unimem, file):
     prompt = "<|start|>system\nbe kind<|turn|>\n<|start|>user\nb<|turn|>\n<|start|>assistant\n"
     count = len(TOKENIZER.encode(prompt).ids)
     assert re.search(rf"--- 2 of 2: {count} \+ \d tokens, (length|stop)\nb\n", ran.out)
+
+
+def test_a_terminal_sees_how_much_of_a_file_is_read(unimem, file, monkeypatch):
+    class Bar:
+        n, total, seen = 0, None, ()
+
+        def update(self, count):
+            self.n += count
+            self.seen = (*self.seen, (self.n, self.total))
+
+    bar = Bar()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(tqdm, "tqdm", lambda **options: nullcontext(bar))
+    assert unimem("plan", "--model", file, "--arena", "1MiB").code == 0
+    assert len(bar.seen) == 3 + 3 * 9
+    assert bar.seen[-1][0] == bar.seen[-1][1] > max(read for read, _ in bar.seen[:-1])
+    assert {total for _, total in bar.seen} == {bar.total}
 
 
 def test_a_model_that_does_not_converse_says_so(unimem):
