@@ -6,10 +6,10 @@ is one program and one wait per token, as in a loop that looks for stops, host b
 a round of theirs is `generate` with its cache, with the implementations of attention and experts
 that were the fastest in the warm-up. Prefill is outside the clock on both sides.
 
-"ratio" is of wall-clock seconds, "CPU" of the processor seconds that both spent; the second bears
-a busy machine better. Threads that wait for each other at a barrier, as torch's do, lose far more
-than their share where something else runs on their cores, so take no more threads than there are
-idle cores.
+"ratio" is of wall-clock seconds, "CPU" of the processor seconds that both spent. On a busy machine
+read the second: the scheduler favours the side that runs shorter. Threads that wait for each other
+at a barrier, as torch's do, lose far more than their share where something else runs on their
+cores, so take no more threads than there are idle cores.
 
 Transformers runs in an interpreter of its own (`--transformers-python`), which needs torch,
 transformers and safetensors, for GGUF files gguf and accelerate too, and nothing of ours.
