@@ -25,19 +25,17 @@ from jaxtyping import Float, Int32
 from unimem_jax.errors import UsageError
 from unimem_jax.spec import CONTEXT, Lifetime, Part, PartKey, Site, window
 
-from .checkpoint import all_ends
+from .checkpoint import all_ends, require_served
 from .experts import choose_experts, mix_experts
-from .folder import Folder
+from .folder import Folder, OnTensor
 from .gpt_oss_config import Sizes, read_packing, read_sizes
+from .hub_text import HubText, read_text
 from .mxfp4 import dequantise, packed_shapes
 from .rotary import turn
 
 PRECISION = lax.Precision.HIGHEST  # float32 weights are multiplied as such on a GPU too
-SERVED_DTYPES = ("float32", "bfloat16", "float16")
-
 EXPERTS = ("feed.gate_up", "feed.down")  # parameters that MXFP4 packs
 PACKED = ("_blocks", "_scales")
-
 # Parameter -> tensor of the hub; a name that ends in "kernel" is the transpose of its tensor.
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -212,12 +210,11 @@ class GptOss:
         """Makes the graph and no arrays.
 
         Args:
-          dtype: of weights and activations, one of `SERVED_DTYPES`.
+          dtype: of weights and activations, one of `checkpoint.SERVED_DTYPES`.
           token_dtype: stored dtype of keys and values, a name from `spec.STORED_DTYPES`; `dtype` by
             default.
         """
-        if dtype not in SERVED_DTYPES:
-            raise UsageError(f"dtype is one of {', '.join(SERVED_DTYPES)}, not {dtype!r}")
+        require_served(dtype)
         self.sizes = sizes
         self.vocab_size = sizes.vocab
         self.context_tokens = sizes.context_tokens
@@ -264,14 +261,17 @@ class GptOss:
 
 
 def load(
-    path: str | Path | None = None, dtype: str | None = None
-) -> tuple[GptOss, dict[str, Any], None]:
+    path: str | Path | None = None, dtype: str | None = None, *,
+    token_dtype: str | None = None, on_tensor: OnTensor | None = None,
+) -> tuple[GptOss, dict[str, Any], HubText | None]:  # fmt: skip
     """Loads a Hugging Face folder: `config.json` and safetensors files.
 
     Args:
-      dtype: of weights, activations, keys and values; by default that of the stored embedding.
+      dtype: of weights and activations; by default that of the stored embedding.
+      token_dtype: of stored keys and values; by default `dtype`.
+      on_tensor: called after each tensor, to show progress.
     Returns:
-      The model, its parameters, and None in place of a tokenizer.
+      The model, its parameters, and its tokenizer where there is one that can be read.
     Raises:
       UsageError: no folder, a configuration that is contradictory or asks for what this does not
         compute, or a tensor that is missing, extra or of another shape; the message names it.
@@ -279,17 +279,16 @@ def load(
     """
     if path is None:
         raise UsageError("gpt_oss has no weights of its own; give a folder with its config.json")
-    folder = Folder(path)
+    folder = Folder(path, on_tensor)
     sizes, packing = read_sizes(folder.config), read_packing(folder.config)
     sizes = replace(sizes, end_tokens=all_ends(folder, sizes.end_tokens))
-    model = GptOss(sizes, dtype or "float32")
+    dtype = require_served(dtype or folder.dtype(NAMES["embedding"]))
+    model = GptOss(sizes, dtype, token_dtype)
     names = {name: _hub_name(name) for name in model.leaves()}
     shapes = _hub_shapes(model, names, packing)
     _require_packing(folder, packing)
     folder.require(shapes)
-    if dtype is None:
-        stored = str(folder.tensor(NAMES["embedding"]).dtype)
-        model = GptOss(sizes, stored)
+    text = read_text(folder.path, model.vocab_size)
     tensors = {}
     for name, leaf in model.leaves().items():
         hub = names[name]
@@ -300,7 +299,7 @@ def load(
             blocks, scales = (np.asarray(folder.tensor(hub + suffix)) for suffix in PACKED)
             tensor = dequantise(blocks, scales, leaf.dtype, hub)
         tensors[name] = jnp.array(tensor)  # a copy: the file may change once it is loaded
-    return model, model.nest(tensors), None
+    return model, model.nest(tensors), text
 
 
 def _hub_name(name: str) -> str:

@@ -39,6 +39,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[GptOss, Any, Twin]:
     return model, params, Twin(CONFIG, tensors)
 
 
+def test_a_folder_brings_its_tokenizer_and_shows_each_tensor(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="of the extra `text`")
+    tensors = random_tensors(CONFIG, seed=3)
+    folder = write_folder(tmp_path, CONFIG, tensors)
+    words = tokenizers.models.WordLevel({"in": 0, "the": 1}, unk_token="the")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    seen: list[Any] = []
+    model, _, text = load(folder, token_dtype="bfloat16", on_tensor=lambda *step: seen.append(step))
+    assert text is not None
+    assert text.encode("in") == [0]
+    assert len(seen) == len(tensors)
+    assert {part.dtype for part in model.parts()} == {"bfloat16"}
+
+
 @pytest.fixture(scope="module")
 def oracle() -> tuple[GptOss, Any, Any, Any]:
     folder = ORACLES / "gpt_oss"
