@@ -3,12 +3,13 @@
 
 BIN = .venv/bin
 
-.PHONY: help environment demo test test-slow test-h200 test-chat shapes lint format types ci clean
+.PHONY: help environment demo test test-slow test-exhaustive test-h200 test-chat shapes lint format types ci clean
 
 help:
 	@echo "make demo       32 prompts on the embedded model, a table and a picture of the arena"
 	@echo "make test       the default test suite, about 15 minutes on 2 cores"
 	@echo "make test-slow  the tests that take longer"
+	@echo "make test-exhaustive  all small arenas there are, hours"
 	@echo "make test-h200  compile for an H200 without one, in an environment of its own"
 	@echo "make test-chat  fetch SmolLM2 (93 MB, once), ask it, and measure its perplexity"
 	@echo "make shapes     kernels and model, with every array annotation checked as they run"
@@ -29,6 +30,9 @@ test: environment
 
 test-slow: environment
 	$(BIN)/python -m pytest -m slow
+
+test-exhaustive: environment
+	$(BIN)/python -m pytest -m exhaustive
 
 test-h200:
 	.ci/h200

@@ -24,6 +24,8 @@ from unimem_jax.bands import fits
 
 UNITS = range(1, 5)
 
+EXHAUSTIVE = pytest.mark.exhaustive  # minutes to an hour each
+
 
 def geometries(sub_pools, arenas):
     for arena, ends in itertools.product(arenas, kinds_of_ends(sub_pools)):
@@ -86,7 +88,7 @@ def test_fits_says_yes_exactly_when_a_placement_exists(sub_pools, arenas):
     assert 0.1 < yes / asked < 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fits_says_yes_exactly_when_a_placement_of_four_bands_exists():
     print("(questions, yes)", ask_all_counts(4, range(1, 25)))
 
@@ -97,10 +99,13 @@ def test_what_fits_is_served_with_the_fewest_bytes(sub_pools, arenas):
     assert 0.2 < moving / served < 0.9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sub_pools, arena",
-    [(bands, arena) for bands, most in ((2, 14), (3, 10), (4, 8)) for arena in range(1, most + 1)],
+    [
+        pytest.param(bands, arena, marks=pytest.mark.slow if arena <= short else EXHAUSTIVE)
+        for bands, short, most in ((2, 10, 14), (3, 6, 10), (4, 4, 8))
+        for arena in range(1, most + 1)
+    ],
 )
 def test_what_fits_is_served_with_the_fewest_bytes_in_every_layout(sub_pools, arena):
     print(sub_pools, arena, "(cases, moving)", serve_all_layouts(sub_pools, (arena,)))
