@@ -24,7 +24,9 @@ from unimem_jax.schedule import Generation, Limits, Queue, batches, room, schedu
 STATE_PER_TOKEN_BYTES = 0.9  # default ratios of SGLang 0.5: state bytes per byte of token state
 WINDOW_PER_CONTEXT = 0.8  # and window tokens per token of whole context
 COARSE_COUNTS = 5  # where the search for the best split begins
-COARSE_TENTHS = (5, 8)
+FILLS = 40  # shares of full windows that are told apart
+COARSE_FILLS = (20, 32)
+FILL_STEPS = (4, 1)  # of the search, coarse then fine
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,25 +154,25 @@ def best_split(
     Steps, and not how many run at once: that figure also counts those that compute again what a
     retraction took from them.
 
-    A split is named by how many requests its state is made for, and by how many tenths of those
-    have full windows at once; whole context gets the rest. From the best of a coarse grid the
-    search goes to better neighbours until there is none.
+    A split is named by how many requests its state is made for, and by the share of those, in
+    fortieths, that have full windows at once; whole context gets the rest. From the best of a
+    coarse grid the search goes to better neighbours until there is none.
 
     Returns:
       The split, what it did, and how many splits were tried.
     Raises:
       UsageError: no split that was tried holds every request.
-    Cost: one simulation per split, 20 to 40 of them.
+    Cost: one simulation per split, 20 to 60 of them, most cut short.
     """
     found: dict[Split, Simulated | None] = {}
     windows = Prices(plan).peak(max(map(sum, lengths)) - 1, limits.chunk_tokens)
     most = min(limits.rows, len(lengths))
 
     @cache
-    def score(count: int, tenths: int) -> float:
+    def score(count: int, fill: int) -> float:
         split = None
-        if 0 < count <= most and 0 < tenths <= 10:
-            split = _made_for(plan, windows, count, tenths / 10)
+        if 0 < count <= most and 0 < fill <= FILLS:
+            split = _made_for(plan, windows, count, fill / FILLS)
         if split is None:
             return 0.0
         if split not in found:
@@ -182,15 +184,18 @@ def best_split(
         simulated = found[split]
         return 1 / simulated.steps if simulated else 0.0
 
-    # Largest first: splits for few requests take the most steps, and are then cut short.
-    counts = np.unique(np.geomspace(1, most, COARSE_COUNTS).round().astype(int)).tolist()[::-1]
-    start = max(itertools.product(counts, COARSE_TENTHS), key=lambda named: score(*named))
-    best: tuple[int, int] | None = None
-    while best != start:
-        best = start
-        near = itertools.product((-1, 0, 1), (-1, 0, 1))
-        around = [best, *((best[0] + count, best[1] + tenths) for count, tenths in near)]
-        start = max(around, key=lambda named: score(*named))
+    counts = np.unique(np.geomspace(1, most, COARSE_COUNTS).round().astype(int)).tolist()
+    coarse = list(itertools.product(counts, COARSE_FILLS))
+    for named in coarse[::-1]:  # those for few requests take the most steps, and are then cut short
+        score(*named)
+    best = max(coarse, key=lambda named: score(*named))
+    for step in FILL_STEPS:
+        start = None
+        while best != start:
+            start = best
+            near = itertools.product((-1, 0, 1), (-step, 0, step))
+            around = [start, *((start[0] + count, start[1] + fill) for count, fill in near)]
+            best = max(around, key=lambda named: score(*named))
     ended = {split: simulated for split, simulated in found.items() if simulated}
     if not ended:
         raise UsageError(f"no split of {plan.arena_bytes:,} bytes holds each of the requests")

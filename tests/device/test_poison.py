@@ -103,7 +103,7 @@ NAIVE = {
     ),
     "a past without its mask": (
         "attention only", Views, "_past_mask",
-        lambda self, pool, past, limit: jnp.ones((self.valid.shape[0], 1, past), jnp.bool_),
+        lambda self, pool, past: jnp.ones((self.valid.shape[0], 1, past), jnp.bool_),
     ),
 }  # fmt: skip
 
