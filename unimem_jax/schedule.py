@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from unimem_jax.errors import InvariantError, require_positive
 from unimem_jax.memory import Memory
-from unimem_jax.price import Demand, Prices, add
+from unimem_jax.price import Demand, Prices, add, less
 
 # Whether so many more units of each sub-pool fit beside what is held; negative where units are
 # given back.
@@ -160,13 +160,16 @@ def schedule[G: Generation](
     while work and not fits(demand):
         generation, count = work.pop()
         if not work and count > 1:
-            shorter = _shortened(generation, count, prices, fits)
-            work, demand = [(generation, shorter)], _growth(generation, shorter, prices)
+            others = less(demand, _growth(generation, count, prices))  # what the retracted give
+            while count > 1 and not fits(demand):
+                count //= 2
+                demand = add(others, _growth(generation, count, prices))
+            work = [(generation, count)]
             break
         retracted.append(generation)
         computed = generation.computed
         given_back = add(prices.held(computed), prices.growth(computed, computed + count))
-        demand = tuple(need - back for need, back in zip(demand, given_back, strict=True))
+        demand = less(demand, given_back)
     admitted = []
     for generation in queue.waiting if not retracted else ():
         if not budget or len(work) == limits.rows:
@@ -186,13 +189,6 @@ def schedule[G: Generation](
 
 def _growth(generation: Generation, count: int, prices: Prices) -> Demand:
     return prices.growth(generation.computed, generation.computed + count)
-
-
-def _shortened(generation: Generation, count: int, prices: Prices, fits: Fits) -> int:
-    """How many tokens of a chunk to compute where all of it does not fit, at least one."""
-    while count > 1 and not fits(_growth(generation, count, prices)):
-        count //= 2
-    return count
 
 
 def batches[G: Generation](

@@ -178,6 +178,19 @@ def test_the_first_alone_computes_as_much_of_a_chunk_as_fits():
     assert 1 < len(counts) < 8
 
 
+def test_a_chunk_is_cut_to_what_fits_without_those_that_were_retracted():
+    """What the last one held is given back before the step: the first may use it."""
+    first, last = Generation(58, computed=29), Generation(9, computed=4)
+    queue = Queue()
+    queue.running = [first, last]
+    limits = Limits(8, 40, 29)
+    total = during(29, 14)
+    assert during(29, 29) > total
+    decided = schedule(queue, PRICES, fits_in(queue, total), limits)
+    assert decided.retracted == (last,)
+    assert decided.work == ((first, 14),)
+
+
 def test_a_decision_changes_nothing_until_it_is_applied():
     queue = Queue()
     generations = [Generation(5), Generation(6)]
