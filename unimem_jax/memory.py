@@ -253,14 +253,14 @@ class Memory:
 
     def free(self, request: Request) -> None:
         """Gives back all that a request holds, to be granted again at once, and its row."""
-        slots = request.slots  # or raises: it was freed already
+        self._columns.require_held(request)
         if request.peak is not None:
             self.allocator.uncommit(self._uncovered(request))
         for pool in self.plan.token_pools:
             held = request.first.get(pool.index, 0)
             ids = request.mapped(pool.index, held, len(request.ids))
             self.allocator.drop(ids, pool.index)
-        for pool, slot in zip(self.plan.slot_pools, slots, strict=False):
+        for pool, slot in zip(self.plan.slot_pools, request.slots, strict=False):
             self.allocator.drop([slot], pool.index)
         self._columns.give(request)
 

@@ -54,14 +54,15 @@ class Rows:
         """What `work` does, in its order.
 
         Raises:
-          UsageError: a request that was freed or is named twice, more tokens than its limit, a
-            negative count, or token ids that are not `count` numbers of 0 or more.
+          UsageError: a request that was freed, is of another memory or named twice, more tokens
+            than its limit, a count that is negative or no int, or token ids that are not `count`
+            numbers of 0 or more.
         """
         requests = [item.request for item in work]
         rows = np.array([request.row for request in requests], np.int64)
         if len(set(rows.tolist())) < len(rows):
             raise UsageError("a request takes part in a step once")
-        counts = np.array([item.count for item in work], np.int64)
+        counts = int32([item.count for item in work], "counts of new tokens").astype(np.int64)
         named = {
             at: _named_tokens(item.tokens, item.count)
             for at, item in enumerate(work)
@@ -85,11 +86,9 @@ class Rows:
         self.has_sampled[batch.rows[runs]] = batch.emits[runs]
 
     def _require_growth(self, batch: "Batch") -> None:
-        """Raises UsageError for a request that was freed, or one that outgrows its limit."""
-        holders = [self.holders[row] for row in batch.rows.tolist()]
-        for holder, request in zip(holders, batch.requests, strict=True):
-            if holder is not request:
-                raise UsageError("a request that was freed cannot grow")
+        """Raises UsageError unless all requests are held here and stay within their limits."""
+        for request in batch.requests:
+            self.require_held(request)
         limits, targets = self.limit[batch.rows], self.length[batch.rows] + batch.counts
         is_wrong = (batch.counts < 0) | (targets > limits)
         if is_wrong.any():
@@ -98,6 +97,13 @@ class Rows:
                 f"a request of {limits[at]} tokens at most cannot grow from "
                 f"{batch.requests[at].length} by {batch.counts[at]}"
             )
+
+    def require_held(self, request: "Request") -> None:
+        """Raises UsageError for a request that was freed, or one of another memory."""
+        if request.rows is not self:
+            raise UsageError("the request is of another memory")
+        if self.holders[request.row] is not request:
+            raise UsageError("the request was freed")
 
     def require_sampled(self, rows: np.ndarray) -> None:
         """Raises UsageError unless the device holds the next token of each row's request.
@@ -170,8 +176,7 @@ class Request:
 
     def _held_row(self) -> int:
         """The row, as long as it is this request's: afterwards its cells are another's."""
-        if self.rows.holders[self.row] is not self:
-            raise UsageError("the request was freed")
+        self.rows.require_held(self)
         return self.row
 
 

@@ -105,3 +105,40 @@ def test_a_prompt_that_a_pin_blocks_goes_on_where_it_stopped(
     memory.free(request)
     memory.check()
     assert memory.metrics()["committed"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda memory, request: memory.free(request),
+        lambda memory, request: memory.run([Work(request, 1, np.arange(1))]),
+        lambda memory, request: memory.skip([Work(request, 1, np.arange(1))]),
+        lambda memory, request: memory.decode(1, [request]),
+    ],
+)
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_request_of_another_memory_is_refused(memory: Memory, wrong: Any, row: int) -> None:
+    """Freeing it would take the row of whoever has the same one here."""
+    request = memory.admit(4, 8)
+    memory.prefill(request, [1, 2, 3, 4])
+    other = Memory(memory.plan, rows=8, context_tokens=128)
+    strangers = [other.admit(4, 8) for _ in range(8)]
+    other.prefill(strangers[row], [1, 2, 3, 4])
+    before = seen(memory)
+    with pytest.raises(UsageError, match="another memory"):
+        wrong(memory, strangers[row])
+    assert seen(memory) == before
+    assert request.length == 4
+    memory.check()
+    other.check()
+
+
+@pytest.mark.parametrize("count", [1.7, True, None, "1", 2**70])
+def test_a_count_of_tokens_that_is_no_int_is_refused(memory: Memory, count: Any) -> None:
+    request = memory.admit(4, 8)
+    memory.prefill(request, [1, 2, 3, 4])
+    before = seen(memory)
+    with pytest.raises(UsageError, match="counts of new tokens"):
+        memory.run([Work(request, count)])
+    assert seen(memory) == before
+    assert request.length == 4
