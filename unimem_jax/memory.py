@@ -304,22 +304,22 @@ class Memory:
                     raise InvariantError(
                         f"M1: row {request.row} holds {pool.name} from page {first}"
                     )
-                numbers = number_of(np.array(request.ids[first:], np.int64))
-                mapped = self.allocator.mapping[pool.index][numbers]
-                if (mapped >= pool.unit_count).any():
+                ids = np.array(request.ids[first:], np.int64)
+                numbers = number_of(ids)
+                is_present = self.allocator.pages.present[numbers] == ids
+                is_mapped = self.allocator.mapping[pool.index][numbers] < pool.unit_count
+                if not (is_present & is_mapped).all():
                     raise InvariantError(
-                        f"M2: row {request.row} has a {pool.name} page that is absent"
+                        f"M2: row {request.row} has a {pool.name} page that is absent or another's"
                     )
 
     def _uncovered(self, request: Request) -> Demand:
         """What a commitment still covers: its peak less what the request holds."""
         assert request.peak is not None
-        held = []
-        for pool in self.plan.sub_pools:
-            if pool.is_slot:
-                held.append(int(request.has_slots))
-            else:
-                held.append(request.held(pool.index))
+        held = [
+            int(request.has_slots) if pool.is_slot else request.held(pool.index)
+            for pool in self.plan.sub_pools
+        ]
         return tuple(max(0, peak - count) for peak, count in zip(request.peak, held, strict=True))
 
     def _grow(self, batch: Batch, fused: bool = False) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unimem_jax.errors import OutOfMemory, UsageError
+from unimem_jax.allocator import number_of
+from unimem_jax.errors import InvariantError, OutOfMemory, UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.plan import plan
 from unimem_jax.requests import Work
@@ -142,3 +143,13 @@ def test_a_count_of_tokens_that_is_no_int_is_refused(memory: Memory, count: Any)
         memory.run([Work(request, count)])
     assert seen(memory) == before
     assert request.length == 4
+
+
+def test_the_check_finds_a_request_whose_pages_went_to_another(memory: Memory) -> None:
+    robbed, owner = memory.open(), memory.open()
+    memory.run([Work(robbed, 8, np.arange(8))])
+    memory.allocator.free(list(robbed.ids))
+    memory.run([Work(owner, 8, np.arange(8))])
+    assert number_of(robbed.ids[0]) == number_of(owner.ids[0])
+    with pytest.raises(InvariantError, match="M2: row 0 has a"):
+        memory.check()
