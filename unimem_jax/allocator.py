@@ -25,7 +25,7 @@ import numpy as np
 
 from unimem_jax.bands import Geometry, Split
 from unimem_jax.capacity import Capacity
-from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, require_counts
+from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, plain_int, require_counts
 from unimem_jax.layout import UNIFIED, Batch, Layout
 from unimem_jax.ledger import COPY, FENCED, LIVE
 from unimem_jax.plan import GRANULE_BYTES
@@ -70,11 +70,12 @@ class Allocator(Capacity):
             waits for pins, which it names.
           UsageError: more than is committed.
         """
+        counts = self._counts(demand)
         if committed:
-            self._require_committed(demand)
+            self._require_committed(counts)
         else:
-            self._require(demand)
-        self._make_room(demand)
+            self._require(counts)
+        self._make_room(counts)
 
     def _make_room(self, demand: Sequence[int]) -> None:
         for band, count in zip(self.layout.bands, demand):  # noqa: B905
@@ -127,8 +128,10 @@ class Allocator(Capacity):
           int64[count] ids.
         Raises:
           OutOfMemory: does not fit (not committed), no id is left, or waits for pins.
-          UsageError: more than is committed, no sub-pool, or one that has no pages.
+          UsageError: a count that is negative or no int, more than is committed, no sub-pool, or
+            one that has no pages.
         """
+        count = plain_int(count, "a grant is a count of at least 0", least=0)
         pools = self.page_pools if sub_pools is None else self._page_pools(sub_pools)
         self._charge(pools, count, committed, self.pages)
         ids, numbers = self.pages.take(count, len(pools))
@@ -233,8 +236,6 @@ class Allocator(Capacity):
         self, pools: Sequence[int], count: int, committed: bool, ids: IdSpace | None
     ) -> None:
         """Makes room for `count` units in each of the pools and counts them as live."""
-        if count < 0:
-            raise UsageError(f"cannot grant {count} units")
         demand = [0] * len(self.held)
         for index in pools:
             demand[index] = count

@@ -7,7 +7,8 @@ its answers know no id, no address and no hole; they depend on nothing but what 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from operator import index as as_int
+from typing import Any, NoReturn
 
 from unimem_jax.bands import Geometry
 from unimem_jax.errors import NeverFits, OutOfMemory, UsageError
@@ -51,7 +52,7 @@ class Capacity:
         Cost: O(sub-pools) integer operations, under a microsecond for three.
         """
         if len(demand) != len(self.held) or min(demand) < 0:
-            raise UsageError(f"a demand is one non-negative count per sub-pool, not {demand!r}")
+            self._refuse(demand)
         return self.layout.fits(self.held, demand)
 
     def commit(self, demand: Sequence[int]) -> None:
@@ -59,9 +60,11 @@ class Capacity:
 
         Raises:
           OutOfMemory: the demand does not fit now; NeverFits: not even into an empty arena.
+          UsageError: not one int of at least 0 per sub-pool.
         """
-        self._require(demand)
-        for index, count in enumerate(demand):
+        counts = self._counts(demand)
+        self._require(counts)
+        for index, count in enumerate(counts):
             self.committed[index] += count
             self.held[index] += count
 
@@ -69,15 +72,29 @@ class Capacity:
         """Takes back a promise.
 
         Raises:
-          UsageError: more than is committed.
+          UsageError: more than is committed, or not one int of at least 0 per sub-pool.
         """
-        self._require_committed(demand)
-        for index, count in enumerate(demand):
+        counts = self._counts(demand)
+        self._require_committed(counts)
+        for index, count in enumerate(counts):
             self.committed[index] -= count
             self.held[index] -= count
 
+    def _counts(self, demand: Sequence[int]) -> tuple[int, ...]:
+        """A demand as plain ints, whichever integers it came in."""
+        try:
+            counts = tuple(map(as_int, demand))
+        except TypeError:
+            self._refuse(demand)
+        if len(counts) != len(self.held) or min(counts) < 0:
+            self._refuse(demand)
+        return counts
+
+    def _refuse(self, demand: object) -> NoReturn:
+        raise UsageError(f"a demand is one non-negative int per sub-pool, not {demand!r}")
+
     def _require(self, demand: Sequence[int]) -> None:
-        if self.fits(demand):
+        if self.layout.fits(self.held, demand):
             return
         if self.layout.fits(demand):
             self.refusals["bytes"] += 1
@@ -97,8 +114,6 @@ class Capacity:
         )
 
     def _require_committed(self, demand: Sequence[int]) -> None:
-        if len(demand) != len(self.held) or min(demand) < 0:
-            raise UsageError(f"a demand is one non-negative count per sub-pool, not {demand!r}")
         if any(count > most for count, most in zip(demand, self.committed, strict=True)):
             raise UsageError(
                 f"{tuple(demand)} units exceed {tuple(self.committed)} committed; commit them first"

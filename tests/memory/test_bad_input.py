@@ -1,5 +1,8 @@
 """Wrong calls of the allocator: one clear error each, at once, and nothing changed."""
 
+import json
+
+import numpy as np
 import pytest
 
 from tests.memory.scenes import CONTEXT, SLOT, WINDOW
@@ -77,6 +80,8 @@ def test_a_slot_that_was_freed_is_refused_for_ever_too(memory):
         lambda memory, ids: memory.map_more(7, WINDOW, committed=False),
         lambda memory, ids: memory.grant_pages(1),
         lambda memory, ids: memory.grant_pages(-1, committed=False),
+        lambda memory, ids: memory.grant_pages(1.0, committed=False),
+        lambda memory, ids: memory.grant_pages("1", committed=False),
         lambda memory, ids: memory.grant_pages(1, [], committed=False),
         lambda memory, ids: memory.grant_pages(1, [SLOT], committed=False),
         lambda memory, ids: memory.grant_page([9], committed=False),
@@ -85,9 +90,15 @@ def test_a_slot_that_was_freed_is_refused_for_ever_too(memory):
         lambda memory, ids: memory.fits([1, 1]),
         lambda memory, ids: memory.fits([0, 0, -1]),
         lambda memory, ids: memory.commit([0, -1, 0]),
+        lambda memory, ids: memory.commit([0, 1.5, 0]),
+        lambda memory, ids: memory.commit([0, float("nan"), 0]),
+        lambda memory, ids: memory.commit("abc"),
+        lambda memory, ids: memory.commit(None),
+        lambda memory, ids: memory.uncommit([0.0, 0.0, 0.0]),
         lambda memory, ids: memory.uncommit([1, 0, 0]),
         lambda memory, ids: memory.make_room([1, 0, 0]),
         lambda memory, ids: memory.make_room([1, 0], committed=False),
+        lambda memory, ids: memory.make_room([0, 1.5, 1], committed=False),
         lambda memory, ids: memory.unpin(CONTEXT, 0, "nobody"),
     ],
 )
@@ -99,4 +110,16 @@ def test_a_wrong_call_gets_one_clear_error_and_changes_nothing(memory, call):
     after = [table.mapping for table in memory.tables], memory.metrics()
     assert all((old == new).all() for old, new in zip(before[0], after[0], strict=True))
     assert before[1] == after[1]
+    memory.check()
+
+
+def test_counts_of_numpy_leave_plain_numbers_behind(memory):
+    demand = np.array([1, 2, 2])
+    assert memory.fits(demand)
+    memory.commit(demand)
+    memory.make_room(demand)
+    memory.grant_pages(np.int64(2))
+    memory.uncommit(demand * np.array([1, 0, 0]))
+    assert json.loads(json.dumps(memory.metrics())) == memory.metrics()
+    assert memory.metrics()["live"] == [0, 2, 2]
     memory.check()
