@@ -4,7 +4,7 @@ What it is: arrays over numbers and addresses, and lists of what the device has 
 What it does not do: it decides nothing; the allocator calls it with ids that it has checked. All of
 them are int64: NumPy indexes with it three times as fast as with int32.
 
-    id      | life, from bit 32 up | number, 32 bits |
+    id      | life, 31 bits | number, 32 bits |
 
 Tables are indexed by number, on the device too; holders keep ids. An id that is freed begins its
 next life, so the number comes back as another id, and whoever still holds the old one is refused.
@@ -25,7 +25,8 @@ from unimem_jax.errors import InvariantError, UsageError
 
 DROPPED = -1  # sharers of an id that was mapped in a sub-pool before in its present life
 NUMBER = (1 << 32) - 1  # the bits of an id that are its number
-LIFE = 1 << 32  # from one life of a number to the next; there are 2^31
+LIFE = 1 << 32  # from one life of a number to the next; after 2^31 they begin again
+LAST = (1 << 63) - 1  # the last number's last life
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -69,7 +70,7 @@ class IdSpace:
 
     def give(self, numbers: np.ndarray) -> None:
         """Takes back numbers whose uses are 0; each begins its next life."""
-        following = self.present[numbers] + LIFE
+        following = self.present[numbers] + LIFE & LAST
         self.present[numbers] = following
         self.free[self.free_count : self.free_count + len(numbers)] = following
         self.free_count += len(numbers)
@@ -83,7 +84,7 @@ class IdSpace:
 
     def give_one(self, number: int) -> None:
         """`give` for one number."""
-        following = self.present_view[number] + LIFE
+        following = self.present_view[number] + LIFE & LAST
         self.present_view[number] = following
         self.free_view[self.free_count] = following
         self.free_count += 1

@@ -9,6 +9,7 @@ from tests.memory.scenes import CONTEXT, SLOT, WINDOW
 from tests.memory.scenes import THREE as GEOMETRY
 from unimem_jax.allocator import Allocator, number_of
 from unimem_jax.errors import UsageError
+from unimem_jax.tables import LIFE
 
 
 @pytest.fixture
@@ -123,3 +124,17 @@ def test_counts_of_numpy_leave_plain_numbers_behind(memory):
     assert json.loads(json.dumps(memory.metrics())) == memory.metrics()
     assert memory.metrics()["live"] == [0, 2, 2]
     memory.check()
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+def test_after_its_last_life_a_number_begins_again(memory, is_single):
+    """One that is granted and freed in every step of a server gets there in weeks."""
+    spare = memory.grant_page(committed=False)
+    memory.free(spare)
+    last = number_of(spare) + LIFE * (2**31 - 1)
+    memory.pages.present[number_of(spare)] = memory.pages.free[memory.pages.free_count - 1] = last
+    for expected in (last, number_of(spare), number_of(spare) + LIFE):
+        id_ = memory.grant_page(committed=False)
+        assert id_ == expected
+        memory.free(id_ if is_single else [id_])
+        memory.check()
