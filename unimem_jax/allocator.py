@@ -5,8 +5,8 @@ ids; an id is mapped to one address in each sub-pool that holds something for it
 past the last address) elsewhere. What it does not do: it moves no byte and knows no request, no
 step layout and no device.
 
-* An id is a number and its life: one that was freed is never given out again, its number is, so a
-  holder that uses a stale id is always caught. Tables are indexed by `number_of(id)`.
+* An id is a number and its life: one that was freed comes back after 2^31 lives of its number, so
+  a holder that uses a stale id is caught. Tables are indexed by `number_of(id)`.
 * Page sub-pools share one space of ids; every slot sub-pool has its own.
 * Sharers are counted per (id, sub-pool). The last one to drop an id in a sub-pool frees its unit
   there; an id with no unit left anywhere is free. An id dropped in a sub-pool is never mapped there

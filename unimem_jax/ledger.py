@@ -118,12 +118,17 @@ class Ledger:
                 self._refuse(sub_pool, addresses, event)
             view[addresses] = following
             return
+        reached = self._reached(sub_pool, addresses, event)
+        self.states[sub_pool][addresses] = np.frombuffer(reached, np.uint8)
+
+    def _reached(self, sub_pool: int, addresses: slice | np.ndarray, event: int) -> bytes:
+        """The states that units would be in after an event. Raises as `apply`."""
         states = self.states[sub_pool]
         reached = states[addresses].tobytes().translate(_ROWS[event])
         if REFUSED in reached:
             refused = np.arange(len(states))[addresses][reached.index(REFUSED)]
             self._refuse(sub_pool, int(refused), event)
-        states[addresses] = np.frombuffer(reached, np.uint8)
+        return reached
 
     def _refuse(self, sub_pool: int, address: int, event: int) -> NoReturn:
         blame = UsageError if event in CALLER_EVENTS else InvariantError
@@ -140,9 +145,10 @@ class Ledger:
         pins = self.pins[sub_pool]
         if pins:
             is_held = np.fromiter((address in pins for address in addresses.tolist()), bool)
-            self.apply(sub_pool, addresses[is_held], FREE_PINNED)
-            self._stamp(sub_pool, addresses[is_held])
-            addresses = addresses[~is_held]
+            held, addresses = addresses[is_held], addresses[~is_held]
+            self._reached(sub_pool, addresses, FREE)  # or raises before the others change
+            self.apply(sub_pool, held, FREE_PINNED)
+            self._stamp(sub_pool, held)
         self.apply(sub_pool, addresses, FREE)
         self._stamp(sub_pool, addresses)
         return addresses

@@ -174,6 +174,16 @@ def test_freeing_many_units_keeps_back_those_under_a_pin():
     assert ledger.states[1][3:6].tolist() == [law.HOLE, law.PENDING, law.HOLE]
 
 
+def test_one_unit_that_cannot_be_freed_leaves_the_pinned_ones_alone_too():
+    ledger = ledger_in(law.LIVE)
+    ledger.states[1][7] = law.HOLE
+    ledger.pin(1, 3, "copy")
+    before = ledger.states[1].copy()
+    with pytest.raises(UsageError, match="unit 7"):
+        ledger.free(1, np.array([3, 7]))
+    assert (ledger.states[1] == before).all()
+
+
 @pytest.mark.parametrize("state", [s for s in range(len(law.STATES)) if s != law.LIVE])
 def test_only_a_live_unit_can_be_pinned_or_fenced(state):
     ledger = ledger_in(state)
