@@ -232,7 +232,6 @@ def _made_for(plan: Plan, windows: Demand, count: int, fill: float) -> Split | N
 
 def _inside(plan: Plan, caps: list[int]) -> Split:
     """Takes pages away until the shares, each on its own grid, lie inside the arena."""
-    largest = max(plan.token_pools or plan.sub_pools, key=lambda pool: caps[pool.index])
     while True:
         end = 0
         for pool, cap in zip(plan.sub_pools, caps, strict=True):
@@ -240,4 +239,5 @@ def _inside(plan: Plan, caps: list[int]) -> Split:
                 end = (-(-end // pool.unit_granules) + cap) * pool.unit_granules
         if end <= plan.arena_granules:
             return Split(tuple(caps))
+        largest = max(plan.token_pools or plan.sub_pools, key=lambda pool: caps[pool.index])
         caps[largest.index] -= 1

@@ -4,6 +4,7 @@ import pytest
 
 from unimem_jax.allocator import Split
 from unimem_jax.errors import UsageError
+from unimem_jax.memory import Memory
 from unimem_jax.plan import plan
 from unimem_jax.schedule import Limits
 from unimem_jax.simulate import best_split, default_split, simulate
@@ -109,3 +110,17 @@ def test_a_request_that_an_empty_pool_cannot_hold_is_refused_with_its_needs():
         best_split([(5000, 1)], SMALL, LIMITS)
     with pytest.raises(UsageError, match="at least one prompt"):
         simulate([(0, 1)], SMALL, LIMITS)
+
+
+def test_the_default_split_of_a_small_arena_takes_from_no_share_more_than_it_has():
+    """What the grid of wide pages costs can be more than the largest share."""
+    parts = [
+        Part(Site(0), "key", (128,), "uint8", CONTEXT),
+        Part(Site(1), "key", (128,), "uint8", window(32)),
+        Part(Site(2), "key", (16 * 128,), "uint8", window(8)),
+        Part(Site(3), "state", (160 * 128,), "uint8", REQUEST),
+    ]
+    small = plan(parts, 429 * 128, page_tokens=4)
+    split = default_split(small)
+    assert min(split.caps) >= 0
+    Memory(small, layout=split)  # lies inside the arena
