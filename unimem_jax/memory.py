@@ -53,7 +53,7 @@ class Memory:
       fused_steps: most decode steps that `decode` grants ahead.
       layout: `UNIFIED`, or `Split(caps)` to compare with separate pools.
     Raises:
-      UsageError: sizes that are not positive.
+      UsageError: sizes that are not positive, or page tables that int32 cannot index.
     """
 
     def __init__(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unimem_jax.bands import INT32_MAX
+from unimem_jax.errors import UsageError
 from unimem_jax.plan import Plan
 from unimem_jax.spec import Lifetime
 
@@ -74,6 +76,9 @@ def tables_of(
 ) -> Tables:
     """The tables of a plan for `rows` requests; of `total` words in all, or `row_pages` pages per
     row.
+
+    Raises:
+      UsageError: more words than int32 can index, which is what packets name them by.
     """
     starts, at = [], 0
     for pool in plan.sub_pools:
@@ -82,5 +87,11 @@ def tables_of(
     if row_pages is None:
         assert total is not None
         row_pages = (total - at) // rows
+    words = at + rows * row_pages
+    if words > INT32_MAX:
+        raise UsageError(
+            f"{rows} rows of {row_pages} pages make tables of {words:,} words; packets can name "
+            f"{INT32_MAX:,}: fewer rows, a shorter context or larger pages"
+        )
     absent = tuple(pool.unit_count for pool in plan.sub_pools)
-    return Tables(tuple(starts), absent, at, row_pages, at + rows * row_pages, plan.page_tokens)
+    return Tables(tuple(starts), absent, at, row_pages, words, plan.page_tokens)

@@ -44,6 +44,7 @@ def seen(memory: Memory) -> tuple[Any, ...]:
         lambda memory: memory.run([], tokens=None, pages=1.5),
         lambda memory: memory.run([], pages=-1),
         lambda memory: memory.decode(1.0, []),
+        lambda memory: Memory(memory.plan, rows=4096, context_tokens=1 << 23),
     ],
 )
 def test_a_size_that_is_no_count_is_refused(memory: Memory, wrong: Callable[[Memory], Any]) -> None:
