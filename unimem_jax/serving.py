@@ -139,7 +139,7 @@ class Intake:
         listed = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(listed, Sequence):
             raise UsageError(f"prompts are a list of texts or token ids, not {listed!r:.60}")
-        options = sampling or Sampling()
+        options = Sampling() if sampling is None else sampling
         each = [options] * len(listed) if isinstance(options, Sampling) else options
         if not isinstance(each, Sequence) or not all(isinstance(one, Sampling) for one in each):
             raise UsageError(f"sampling is one Sampling, or one for each prompt, not {each!r:.60}")

@@ -47,6 +47,7 @@ def test_one_bad_prompt_is_named_and_none_is_run(roomy, prompt, message):
 BAD_CALLS = [
     (7, None, "prompts are a list"),
     ([[1]], [Sampling()] * 2, "2 samplings do not match 1 prompts"),
+    ([[1], [2]], [], "0 samplings do not match 2 prompts"),
     ([[1]], {"max_tokens": 3}, "sampling is one Sampling"),
     ([[1]], [3], "sampling is one Sampling"),
     ([[1]], Sampling(stop_ids=[256]), "stop ids go from 0 to 255; seen 256"),
