@@ -8,8 +8,7 @@ waits for one.
     [length, capacity)   granted by the current call, not yet dispatched
     [capacity, limit)    committed for requests of `admit`; only hoped for by requests of `open`
 
-M1  Between calls a request holds exactly `prices.held(length)`, plus what fused steps granted
-    ahead.
+M1  Between calls a request holds exactly `prices.held(length)`.
 M2  The page table cell of a page that some sub-pool holds is its id; other cells are never read.
 M3  An admitted request's commitment is its peak less what it holds, so growing within its limit
     always fits.
@@ -297,21 +296,21 @@ class Memory:
         """
         self.allocator.check()
         for request in filter(None, self._columns.holders):
+            held = self.prices.held(request.length)
             for pool in self.plan.token_pools:
                 first = request.first.get(pool.index, 0)
                 wanted = self.prices.first_page(pool.lifetime, request.length)
-                if first != min(wanted, len(request.ids)):
+                count = request.held(pool.index)
+                if first != min(wanted, len(request.ids)) or count != held[pool.index]:
                     raise InvariantError(
-                        f"M1: row {request.row} holds {pool.name} from page {first}"
+                        f"M1: row {request.row} holds {count} pages of {pool.name} from {first} on"
                     )
                 ids = np.array(request.ids[first:], np.int64)
                 numbers = number_of(ids)
                 is_present = self.allocator.pages.present[numbers] == ids
                 is_mapped = self.allocator.mapping[pool.index][numbers] < pool.unit_count
                 if not (is_present & is_mapped).all():
-                    raise InvariantError(
-                        f"M2: row {request.row} has a {pool.name} page that is absent or another's"
-                    )
+                    raise InvariantError(f"M2: row {request.row} lost a page of {pool.name}")
 
     def _uncovered(self, request: Request) -> Demand:
         """What a commitment still covers: its peak less what the request holds."""

@@ -152,5 +152,25 @@ def test_the_check_finds_a_request_whose_pages_went_to_another(memory: Memory) -
     memory.allocator.free(list(robbed.ids))
     memory.run([Work(owner, 8, np.arange(8))])
     assert number_of(robbed.ids[0]) == number_of(owner.ids[0])
-    with pytest.raises(InvariantError, match="M2: row 0 has a"):
+    with pytest.raises(InvariantError, match="M2: row 0 lost a page"):
+        memory.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda request: request.ids.append(request.ids[-1]),
+        lambda request: request.ids.pop(),
+        lambda request: request.first.update({1: 0}),
+    ],
+    ids=["one more", "one less", "one unseen"],
+)
+def test_the_check_finds_a_request_that_does_not_hold_what_its_length_is_priced_at(
+    memory: Memory, change: Callable[[Any], Any]
+) -> None:
+    request = memory.open()
+    memory.run([Work(request, 30, np.arange(30))])
+    memory.check()
+    change(request)
+    with pytest.raises(InvariantError, match="M1: row 0 holds"):
         memory.check()
