@@ -10,8 +10,8 @@ waits for one.
 
 M1  Between calls a request holds exactly `prices.held(length)`.
 M2  The page table cell of a page that some sub-pool holds is its id; other cells are never read.
-M3  An admitted request's commitment is its peak less what it holds, so growing within its limit
-    always fits.
+M3  An admitted request's commitment is its peak less what it holds, so growing within its limit,
+    by at most `chunk_tokens` or `fused_steps` at once, always fits.
 M4  A call that raises has changed nothing.
 """
 
@@ -208,8 +208,7 @@ class Memory:
         packets: list[Packet] = []
         for at in range(0, ids.size, self.chunk_tokens):
             chunk = ids[at : at + self.chunk_tokens]
-            is_last = at + chunk.size == ids.size
-            item = Work(request, chunk.size, chunk, emit=is_last)
+            item = Work(request, chunk.size, chunk, emit=at + chunk.size == ids.size)
             try:
                 packets += self.run([item], rows=1, tokens=self.chunk_tokens)
             except OutOfMemory:
@@ -277,7 +276,9 @@ class Memory:
         return self.allocator.ledger.dispatched
 
     def retire(self, ticket: int) -> None:
-        """Notes that the step of `ticket`, and all before it, have finished on the device."""
+        """Notes that the step of `ticket`, and all before it, have finished on the device; until
+        then something is kept of every batch of moves.
+        """
         ledger = self.allocator.ledger
         if ticket > ledger.dispatched:
             raise UsageError(f"ticket {ticket} was never given out; the last is {self.ticket}")
