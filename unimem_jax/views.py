@@ -80,11 +80,13 @@ class Views:
         Returns:
           [R, T, Hq, Dv] in the dtype of `query`, and the views to go on with.
         Raises:
-          UsageError: if the site declared no such parts.
+          UsageError: if the site declared no such parts, or keys and values that are not kept
+            alike, token by token.
         Cost: reads the pages in `pages` once for keys and once for values.
         """
-        pool, _ = self.plan.locate((site, "key"))
-        fresh = Tokens(*_as_stored(self.plan, site, key, value))
+        pool, key_lane = self.plan.locate((site, "key"))
+        _, value_lane = self.plan.locate((site, "value"))
+        fresh = _as_stored(key_lane.part, value_lane.part, key, value)
         limit = pool.lifetime.tokens or None
         past = mask = None
         if self.pages[pool.index].shape[1]:
@@ -179,12 +181,9 @@ class FreshViews:
         scale: float, sinks: Array | None = None, soft_cap: float | None = None,
     ) -> tuple[Array, "FreshViews"]:  # fmt: skip
         """As `Views.attend`, over the new tokens alone."""
-        kept = {"key": self._part((site, "key")), "value": self._part((site, "value"))}
-        fresh = Tokens(
-            key.astype(STORED_DTYPES[kept["key"].dtype]),
-            value.astype(STORED_DTYPES[kept["value"].dtype]),
-        )
-        limit = kept["key"].lifetime.tokens or None
+        part = self._part((site, "key"))
+        fresh = _as_stored(part, self._part((site, "value")), key, value)
+        limit = part.lifetime.tokens or None
         mixed = attend(
             query, fresh, self.valid, scale=scale, window=limit, sinks=sinks, soft_cap=soft_cap
         )
@@ -219,10 +218,15 @@ class FreshViews:
         raise UsageError(f"no part {key[1]!r} was declared at site {key[0]}")
 
 
-def _as_stored(plan: Plan, site: Site, key: Array, value: Array) -> tuple[Array, Array]:
-    _, key_lane = plan.locate((site, "key"))
-    _, value_lane = plan.locate((site, "value"))
-    return (
-        key.astype(STORED_DTYPES[key_lane.part.dtype]),
-        value.astype(STORED_DTYPES[value_lane.part.dtype]),
+def _as_stored(key_part: Part, value_part: Part, key: Array, value: Array) -> Tokens:
+    """Fresh keys and values in their stored dtypes; UsageError if their pages are not the same."""
+    kept = {(part.lifetime, part.stride) for part in (key_part, value_part)}
+    if len(kept) > 1 or key_part.stride > 1:
+        raise UsageError(
+            f"attention at {key_part.site} needs a key and a value of one lifetime and stride 1, "
+            f"not {key_part.lifetime} by {key_part.stride} and {value_part.lifetime} by "
+            f"{value_part.stride}; `past` reads them one by one"
+        )
+    return Tokens(
+        key.astype(STORED_DTYPES[key_part.dtype]), value.astype(STORED_DTYPES[value_part.dtype])
     )

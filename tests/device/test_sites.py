@@ -3,14 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.device.models import NEAR, VOCABULARY, WIDTH, Attending, Mixture, Remembering
+from unimem_jax.errors import UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.plan import plan
 from unimem_jax.requests import Work
-from unimem_jax.spec import CONTEXT, Site
+from unimem_jax.spec import CONTEXT, Part, Site
 from unimem_jax.step import step
-from unimem_jax.views import FreshViews
+from unimem_jax.store import PackedStore
+from unimem_jax.views import FreshViews, Views
 
 
 class Looped(Mixture):
@@ -72,3 +75,31 @@ def test_chunks_through_the_arena_give_what_the_whole_sequence_gives():
         for packet in memory.run([Work(mine, 6, chunk)], rows=1, tokens=6, pages=12):
             device, out = run(params, device, packet)
         np.testing.assert_allclose(out.logits[0], whole[0, 6 * at + 5], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [(NEAR, 1), (CONTEXT, 2)])
+def test_keys_and_values_in_pages_of_their_own_are_refused(value):
+    key, lifetime = Part(Site(0), "key", (2, 8), "float32", CONTEXT), value[0]
+    parts = (key, Part(Site(0), "value", (2, 8), "float32", lifetime, stride=value[1]))
+    require_refused(parts)
+
+
+def test_keys_with_an_entry_for_several_tokens_are_refused():
+    require_refused([
+        Part(Site(0), name, (2, 8), "float32", CONTEXT, stride=2) for name in ("key", "value")
+    ])  # fmt: skip
+
+
+def require_refused(parts):
+    """With a past and without: the pages of keys would be read as values."""
+    fresh, made = jnp.zeros((1, 2, 2, 8)), plan(parts, 1 << 17, 4)
+    one = jnp.zeros((1,), jnp.int32)
+    views = Views(
+        PackedStore(made), jnp.zeros((made.arena_granules, 32), jnp.uint32),
+        jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool), one > 0,
+        {pool.index: one[:, None] for pool in made.sub_pools},
+        {pool.index: one for pool in made.sub_pools}, {},
+    )  # fmt: skip
+    for seen in (views, FreshViews.of(parts, one + 2, 2)):
+        with pytest.raises(UsageError, match="L0 needs a key and a value of one lifetime"):
+            seen.attend(Site(0), fresh, fresh, fresh, scale=1.0)
