@@ -8,8 +8,11 @@ J1  What a user writes never becomes a control token. Characters that control to
 J2  Everything else of a message reaches the template as it is.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
 from typing import NoReturn
 
 from unimem_jax.errors import UsageError
@@ -50,11 +53,14 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+        # What templates of the hub expect of Transformers, beside Jinja's own.
         environment.globals["raise_exception"] = self._refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._known = {"bos_token": start or "", "eos_token": end or ""}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise UsageError(f"{place}: the chat template is invalid: {_line(error)}") from error
 
     def encode(
@@ -66,11 +72,16 @@ class ChatTemplate:
           messages: objects with "role" and "content".
           encode: tokens of a text without control tokens.
         Raises:
-          UsageError: the template refuses the messages, or fails.
+          UsageError: a message without the two texts, or one that leaves no private character
+            unused; the template refuses the messages, or fails.
         """
+        require_messages(messages)
         used = set(self._source).union(*(one["content"] for one in messages))
         private = (code for code in PRIVATE if chr(code) not in used)
-        hidden = dict(zip({ord(token[0]) for token in self._control}, private, strict=False))
+        first = {ord(token[0]) for token in self._control}
+        hidden = dict(zip(first, private, strict=False))
+        if len(hidden) < len(first):
+            raise UsageError("the messages use up the characters that Unicode gives no meaning to")
         shown = {private: character for character, private in hidden.items()}
         text = self._render(
             [{**one, "content": one["content"].translate(hidden)} for one in messages]
@@ -93,6 +104,27 @@ class ChatTemplate:
 
     def _refuse(self, message: str) -> NoReturn:
         raise self._error(message)
+
+
+def require_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    """Raises UsageError unless each is an object with a "role" and a "content" that are Unicode."""
+    for message in messages:
+        for name in ("role", "content"):
+            text = message.get(name) if isinstance(message, Mapping) else None
+            if not isinstance(text, str):
+                raise UsageError(f"a message has a text {name!r}: {message!r:.60}")
+            require_unicode(text)
+
+
+def require_unicode(text: str) -> None:
+    """Raises UsageError for text that is no Unicode, such as half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text is not valid Unicode at character {error.start}: "
+            f"{text[error.start]!r}; give its tokens as ids"
+        ) from error
 
 
 def _line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from unimem_jax.errors import UsageError
 
-from .chat import ChatTemplate
+from .chat import ChatTemplate, require_unicode
 from .folder import read_object
 
 FILE = "tokenizer.json"
@@ -34,20 +34,17 @@ class HubText:
         Raises:
           UsageError: for text that is no Unicode, such as half of a surrogate pair.
         """
-        _require_unicode(text)
+        require_unicode(text)
         return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the answer begins; see `ChatTemplate.encode`.
 
         Raises:
-          UsageError: there is no template, it refuses the messages or fails, or a text is no
-            Unicode.
+          UsageError: there is no template, or as there.
         """
         if self._template is None:
             raise UsageError("this model comes without a chat template; give a prompt instead")
-        for message in messages:
-            _require_unicode(message["content"])
         return self._template.encode(messages, self._encode_literally)
 
     @cached_property
@@ -102,16 +99,6 @@ class HubStream:
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the text is not valid Unicode at character {error.start}: "
-            f"{text[error.start]!r}; give its tokens as ids"
-        ) from error
 
 
 def read_text(folder: Path, vocab_size: int) -> HubText | None:

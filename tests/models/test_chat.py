@@ -1,11 +1,13 @@
 """Conversations: templates of files and folders, and texts that never become control tokens."""
 
 import json
+import re
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unimem_jax.models.chat import PRIVATE
 from unimem_jax.models.fields import Fields
 from unimem_jax.models.gguf_text import PATTERNS, read_text
 from unimem_jax.models.hub_text import HubText
@@ -63,6 +65,44 @@ def test_what_a_user_writes_never_becomes_a_control_token(pieces):
 
 
 TEXT = of_file()
+
+
+def test_text_that_leaves_no_private_character_is_refused():
+    text = "".join(map(chr, PRIVATE)) + "<|turn|>"
+    assert "use up the characters" in refusal(TEXT.encode_chat, user(text))
+    ids = TEXT.encode_chat(user(text[1:]))
+    assert [one for one in ids if one in CONTROL_IDS] == [START, TURN, START]
+
+
+@pytest.mark.parametrize(
+    "message", ["hello", {}, {"role": "user"}, {"role": 1, "content": ""},
+                {"role": "user", "content": None}, {"role": "user", "content": ["a"]}],
+)  # fmt: skip
+def test_a_message_without_its_two_texts_is_refused(message):
+    assert "a message has a text" in refusal(TEXT.encode_chat, [*user("a"), message])
+
+
+def test_a_role_that_is_no_unicode_is_refused():
+    message = {"role": "a\ud83d", "content": ""}
+    assert "not valid Unicode" in refusal(TEXT.encode_chat, [message])
+
+
+def test_a_template_nested_too_deep_is_refused():
+    deep = "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}"
+    assert "invalid" in refusal(lambda: of_file(tokenizer__chat_template=deep))
+
+
+def test_a_template_may_ask_for_the_date():
+    # As GPT-OSS and Llama 3 do.
+    dated = of_file(tokenizer__chat_template="{{ strftime_now('%Y-%m-%d') }}")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", shown(dated.encode_chat(user(""))))
+
+
+def test_a_text_as_json_keeps_its_characters():
+    quoted = of_file(tokenizer__chat_template="{{ messages[0].content | tojson }}")
+    ids = quoted.encode_chat(user("<|turn|> ü 'in'"))
+    assert shown(ids) == "\"<|turn|> ü 'in'\""
+    assert not CONTROL_IDS & set(ids)
 
 
 def test_texts_of_several_messages_do_not_join_into_a_control_token():
