@@ -119,6 +119,9 @@ def read_text(folder: Path, vocab_size: int) -> HubText | None:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the package raises no narrower one
         raise UsageError(f"{file} is not a readable tokenizer: {error}") from error
+    # A file may keep how its model was trained; a prompt is taken whole and as it is.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
         raise UsageError(

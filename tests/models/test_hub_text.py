@@ -113,6 +113,15 @@ def test_a_folder_without_the_file_or_a_place_without_the_package_has_none(folde
     assert read_text(folder, VOCABULARY) is None
 
 
+def test_a_prompt_is_neither_cut_nor_filled_up_as_in_training(folder):
+    trained = tokenizers.Tokenizer.from_str(BYTES.to_str())
+    trained.enable_truncation(4)
+    trained.enable_padding(length=64)
+    trained.save(str(folder / "tokenizer.json"))
+    prompt = "In the beginning was the word"
+    assert read_text(folder, VOCABULARY).encode(prompt) == BYTES.encode(prompt).ids
+
+
 def test_token_ids_beyond_the_vocabulary_are_refused(folder):
     message = refusal(read_text, folder, VOCABULARY - 1)
     assert f"token id {VOCABULARY - 1}, but the model's vocabulary is {VOCABULARY - 1}" in message
