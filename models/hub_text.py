@@ -135,9 +135,13 @@ def _read_template(folder: Path, tokenizer: Any) -> ChatTemplate | None:
     source, place = settings.get("chat_template"), folder / SETTINGS
     if (folder / TEMPLATE).exists():
         place = folder / TEMPLATE
-        source = place.read_text(encoding="utf-8")
+        try:
+            source = place.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read {place}: {error}") from error
     if isinstance(source, list):  # several, by name
-        source = next((one["template"] for one in source if one.get("name") == "default"), None)
+        named = [one for one in source if isinstance(one, dict) and one.get("name") == "default"]
+        source = named[0].get("template", source) if named else None
     if source is None:
         return None
     if not isinstance(source, str):

@@ -203,5 +203,12 @@ def test_a_folder_s_template_knows_its_first_token(folder, token):
 def test_a_folder_s_template_that_is_none_is_refused(folder, monkeypatch):
     assert "invalid" in refusal(lambda: settings(folder, chat_template="{% if %}"))
     assert "chat_template is 3" in refusal(lambda: settings(folder, chat_template=3))
+    assert "chat_template is [" in refusal(
+        lambda: settings(folder, chat_template=[{"name": "default"}])
+    )
+    assert settings(folder, chat_template=["default"]) is not None
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    assert "chat_template.jinja: 'utf-8' codec" in refusal(lambda: settings(folder))
+    (folder / "chat_template.jinja").unlink()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "needs the package jinja2" in refusal(lambda: settings(folder, chat_template="a"))
