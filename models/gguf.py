@@ -152,6 +152,8 @@ def read_config(file: GgufFile, fields: Fields, name: str) -> dict[str, Any]:
         "attention.sliding_window": 0,
         "expert_count": 0,
         "rope.dimension_count": head,
+        "rope.scale_linear": 1,
+        "rope.scaling.factor": 1,
         "rope.scaling.type": "none",
         "vocab_size": vocab,
     }

@@ -163,6 +163,8 @@ CHANGED = {
     "llama.attention.sliding_window": (9, "llama.attention.sliding_window is 9"),
     "llama.expert_count": (8, "llama.expert_count is 8"),
     "llama.rope.scaling.type": ("yarn", "llama.rope.scaling.type is 'yarn'"),
+    "llama.rope.scaling.factor": (4.0, "llama.rope.scaling.factor is 4.0"),
+    "llama.rope.scale_linear": (4.0, "llama.rope.scale_linear is 4.0"),
     "llama.rope.dimension_count": (4, "llama.rope.dimension_count is 4"),
     "llama.vocab_size": (5, "llama.vocab_size is 5"),
     "split.count": (2, "split.count is 2"),
