@@ -114,10 +114,11 @@ class GgufFile:
     ) -> np.ndarray:
         """A few rows at a time, since the package holds what it dequantises twice."""
         found = np.empty(shape, dtype)
+        rows, blocks = found.reshape(-1, shape[-1]), stored.reshape(-1, stored.shape[-1])
         step = max(1, SLICE_FLOATS // shape[-1])
-        for first in range(0, shape[0], step):
-            rows = slice(first, first + step)
-            found[rows] = self._dequantise(stored[rows], kind)
+        for first in range(0, len(rows), step):
+            taken = slice(first, first + step)
+            rows[taken] = self._dequantise(blocks[taken], kind)
         return found
 
     def _give_back(self) -> None:

@@ -107,13 +107,13 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 def write_gguf(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *,
     changed: Mapping[str, Any] | None = None, kind: str = "F32", name: str | None = None,
-    beside: Mapping[str, np.ndarray] | None = None,
+    beside: Mapping[str, np.ndarray] | None = None, least_axes: int = 2,
 ) -> Path:  # fmt: skip
     """Writes a file.
 
     Args:
       changed: metadata to replace, or to leave out where None.
-      kind: how matrices are stored; vectors are float32.
+      kind: how tensors of at least `least_axes` axes are stored; others are float32.
       name: of the architecture, by default that of the configuration.
       beside: more tensors, by llama.cpp's names.
     """
@@ -123,7 +123,7 @@ def write_gguf(
             add(writer, key, value)
     stored = gguf.GGMLQuantizationType[kind]
     for tensor_name, tensor in (converted(config, tensors) | dict(beside or {})).items():
-        if tensor.ndim == 1 or kind == "F32":
+        if tensor.ndim < least_axes or kind == "F32":
             writer.add_tensor(tensor_name, tensor)
         elif kind == "Q8_1":  # a type that is known, but that nobody stores
             rows = np.zeros((len(tensor), tensor.shape[1] // 32 * 40), np.uint8)

@@ -101,6 +101,16 @@ def test_quantised_matrices_come_back_as_near_as_their_type_can_say(kind, tmp_pa
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_vectors_may_be_stored_as_matrices_are(kind, tmp_path):
+    config = GGUF_LLAMA | {"hidden_size": 1024}  # a vector of several slices
+    tensors = random_tensors(config, 0)
+    file = write_gguf(tmp_path / "a.gguf", config, tensors, kind=kind, least_axes=1)
+    for name, array in load(file)[1].items():
+        assert array.shape == tensors[name].shape
+        np.testing.assert_allclose(array, tensors[name], atol=0.03)
+
+
 def test_a_file_is_found_by_its_ending_and_shows_progress(tmp_path):
     seen = []
     file = write_gguf(tmp_path / "tiny.GGUF", GGUF_LLAMA, random_tensors(GGUF_LLAMA, 0))
