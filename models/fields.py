@@ -3,15 +3,16 @@
 A family reads what it computes from here and refuses what it does not. Nothing here knows a family.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from unimem_jax.errors import UsageError
 
-from .rotary import Rotary, read_rotary
+from .rotary import Rotary, is_positive, read_rotary
 
-MOST_CHANNELS = 1 << 16  # of a head; more are an error, and would fill the memory
+# More of either are an error, and would take minutes or all memory before a tensor is missed.
+MOST_CHANNELS = 1 << 16  # of a head
+MOST_LAYERS = 1 << 10
 
 
 class Fields:
@@ -55,8 +56,7 @@ class Fields:
     def positive(self, name: str, default: float) -> float:
         """A positive number, `default` if absent."""
         value = self.get(name, default)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
+        if not is_positive(value):
             raise self.refusal(name, "a positive number")
         return float(value)
 
@@ -92,9 +92,16 @@ class Fields:
             raise self.refusal("num_key_value_heads", f"a divisor of {heads} attention heads")
         return heads, key_heads, self.count("head_dim")
 
+    def layers(self) -> int:
+        """`num_hidden_layers`, as far as any model has."""
+        layers = self.count("num_hidden_layers")
+        if layers > MOST_LAYERS:
+            raise self.refusal("num_hidden_layers", f"at most {MOST_LAYERS}")
+        return layers
+
     def layer_kinds(self, supported: Collection[str]) -> tuple[str, ...] | None:
         """`layer_types`, one name per layer; None if absent."""
-        layers, kinds = self.count("num_hidden_layers"), self.get("layer_types")
+        layers, kinds = self.layers(), self.get("layer_types")
         if kinds is None:
             return None
         if not isinstance(kinds, list) or len(kinds) != layers:

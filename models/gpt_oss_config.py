@@ -8,7 +8,7 @@ from unimem_jax.errors import UsageError
 
 from .fields import Fields
 from .mxfp4 import BLOCK_WEIGHTS
-from .rotary import Rotary, read_rotary
+from .rotary import Rotary, is_positive, read_rotary
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 # Fields of which only one value is computed here; it is also what absence means.
@@ -111,7 +111,7 @@ def read_packing(config: Mapping[str, Any]) -> str | None:
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    layers = _count(config, "num_hidden_layers")
+    layers = Fields(config).layers()
     kinds = config.get("layer_types")
     if kinds is None:  # what Transformers takes absence for
         kinds = [FULL if layer % 2 else WINDOWED for layer in range(layers)]
@@ -149,7 +149,6 @@ def _count(config: Mapping[str, Any], field: str) -> int:
 
 def _positive(config: Mapping[str, Any], field: str, default: float) -> float:
     value = config.get(field, default)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
-        raise UsageError(f"config.json: {field} is a positive number, not {value!r}")
+    if not is_positive(value):
+        raise UsageError(f"config.json: {field} is a positive number, not {value!r:.60}")
     return float(value)

@@ -33,7 +33,7 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
     norm = partial(Norm, epsilon=fields.positive("rms_norm_eps", 1e-6))
     mixers = [
         Attention(Site(layer), width, heads, rotary=rotary, token_dtype=token_dtype)
-        for layer in range(fields.count("num_hidden_layers"))
+        for layer in range(fields.layers())
     ]
     return Decoder(read_sizes(fields), mixers, norm)
 

@@ -185,7 +185,7 @@ def _regular_kinds(fields: Fields) -> tuple[str, ...]:
     interval = FULL_INTERVAL
     if fields.get("full_attention_interval") is not None:
         interval = fields.count("full_attention_interval")
-    layers = range(1, fields.count("num_hidden_layers") + 1)
+    layers = range(1, fields.layers() + 1)
     return tuple(LINEAR if layer % interval else FULL for layer in layers)
 
 

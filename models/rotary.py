@@ -5,9 +5,10 @@ factor multiplies cosine and sine, and so reaches the scores through both querie
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -88,19 +89,26 @@ def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
     if kind == "default":
         return Rotary(tuple(plain.tolist()))
     if kind == "factors":
-        factors = np.asarray(given["factors"], np.float64)
-        if factors.shape != plain.shape or not (factors > 0).all():
+        factors = given.get("factors")
+        if (
+            not isinstance(factors, list)
+            or len(factors) != len(plain)
+            or not all(map(is_positive, factors))
+        ):
             raise UsageError(f"{field}.factors are not {len(plain)} positive numbers, one per pair")
-        return Rotary(tuple((plain / factors).tolist()))
+        return Rotary(tuple((plain / np.asarray(factors, np.float64)).tolist()))
 
     factor = _number(given, "factor", field)
     trained = _number(given, "original_max_position_embeddings", field)
     if kind == "llama3":
         return _llama3(plain, factor, trained, [_number(given, name, field) for name in _TURNS])
+    if theta <= 1:
+        raise UsageError(f"{field}.rope_theta is {theta}; with 'yarn' it is more than 1")
     betas = [_number(given, name, field, default) for name, default in _BETAS.items()]
     # The channel that turns `beta` times within the context of training.
     first, last = (
-        head * math.log(trained / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in betas
+        head * (math.log(trained) - math.log(beta) - math.log(2 * math.pi)) / (2 * math.log(theta))
+        for beta in betas
     )
     if given.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
@@ -129,6 +137,13 @@ def _llama3(plain: np.ndarray, factor: float, trained: float, turns: list[float]
 
 def _number(given: Mapping[str, Any], name: str, field: str, default: float | None = None) -> float:
     value = given.get(name, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise UsageError(f"{field}.{name} is a positive number, not {value!r}")
+    if not is_positive(value):
+        raise UsageError(f"{field}.{name} is a positive number, not {value!r:.60}")
     return float(value)
+
+
+def is_positive(value: object) -> TypeGuard[float]:
+    """Whether it is a number above 0 that a float holds; JSON has integers that none does."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return 0 < value <= sys.float_info.max

@@ -84,6 +84,9 @@ REFUSED = {
     "num_attention_heads": (64, "head_dim is 0"),
     "head_dim": (1 << 31, "2147483648 rotated channels"),
     "rope_scaling": ({"rope_type": "linear", "factor": 2.0}, "rope_type is 'linear'"),
+    "rope_theta": (10**400, "rope_theta is a positive number, not 1000"),
+    "rms_norm_eps": (10**400, "rms_norm_eps is 1000"),
+    "num_hidden_layers": (1 << 40, "num_hidden_layers is 1099511627776 and not at most 1024"),
 }
 
 
@@ -94,6 +97,28 @@ def test_a_configuration_that_cannot_be_served_is_refused_by_its_field(field, tm
     if field == "num_attention_heads":
         del config["head_dim"]
     assert message in refusal(load, write_folder(tmp_path, config, random_tensors(LLAMA, 0)))
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "scaling, theta, message",
+    [
+        ({"rope_type": "factors"}, 100.0, "factors are not 4 positive numbers"),
+        ({"rope_type": "factors", "factors": "abcd"}, 100.0, "factors are not 4 positive numbers"),
+        (YARN, 1.0, "rope_theta is 1.0"),
+    ],
+)
+def test_positions_that_no_model_has_are_refused(scaling, theta, message, tmp_path):
+    config = {**LLAMA, "rope_scaling": scaling, "rope_theta": theta}
+    assert message in refusal(load, write_folder(tmp_path, config, random_tensors(LLAMA, 0)))
+
+
+def test_yarn_of_any_size_is_computed(tmp_path):
+    sizes = {"original_max_position_embeddings": 10**300, "beta_fast": 1e-300, "beta_slow": 1e300}
+    config = {**LLAMA, "rope_scaling": {**YARN, **sizes}}
+    assert load(write_folder(tmp_path, config, random_tensors(LLAMA, 0)))
 
 
 @pytest.mark.parametrize(
