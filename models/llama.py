@@ -27,7 +27,9 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
         attention_bias=False, mlp_bias=False, hidden_act="silu", rope_interleaved=False
     )  # fmt: skip
     width, query_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    fields = fields.filled(num_key_value_heads=query_heads, head_dim=width // query_heads)
+    fields = fields.filled(
+        num_key_value_heads=query_heads, head_dim=width // query_heads, rope_theta=10_000.0
+    )
     heads = fields.attention_heads()
     rotary = fields.rotary(heads[2])
     norm = partial(Norm, epsilon=fields.positive("rms_norm_eps", 1e-6))

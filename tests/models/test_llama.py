@@ -26,6 +26,7 @@ CONFIGS = {
     "plain": LLAMA,
     "one key head per query head": {**LLAMA, "num_key_value_heads": None},
     "as SmolLM2": {**LLAMA, **SMOLLM2, "num_attention_heads": 4},
+    "as Llama 2": {**LLAMA, "rope_theta": None},
     "as Llama 3": {**LLAMA, "rope_scaling": SLOWED},
 }
 
@@ -37,6 +38,7 @@ def explicit(config):
         **config,
         "num_key_value_heads": config["num_key_value_heads"] or heads,
         "head_dim": config["head_dim"] or config["hidden_size"] // heads,
+        "rope_theta": config["rope_theta"] or 10_000.0,
     }
 
 
