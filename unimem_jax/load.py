@@ -32,7 +32,7 @@ def load(
 
     Args:
       name_or_path: the name of an installed model, a folder with its `config.json` and weights, or
-        a file such as `model.gguf`.
+        a file such as `model.gguf`. A text is a name before it is a path; a `Path` is no name.
       on_tensor: called after each tensor that is read, by loaders that show progress.
     Returns:
       The model, its parameters, and its tokenizer if it has one.
@@ -41,7 +41,8 @@ def load(
         are missing or wrong.
     """
     found, name, path = installed(), str(name_or_path), Path(name_or_path)
-    place: tuple[Path, ...] = () if name in found else (path,)
+    is_name = isinstance(name_or_path, str) and name in found
+    place: tuple[Path, ...] = () if is_name else (path,)
     if place and path.is_dir():
         name = _model_type(path, found)
     elif place and path.is_file():
@@ -96,7 +97,7 @@ def _model_type(folder: Path, found: dict[str, EntryPoint]) -> str:
         raise UsageError(
             f"cannot read {file}, which names the model type: {error.strerror}; {_listing(found)}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not valid JSON: {error}") from error
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(model_type, str) or model_type not in found:

@@ -1,6 +1,7 @@
 """Finding models by name and by folder."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,12 +35,23 @@ def test_a_folder_is_read_by_the_model_type_that_it_names(models, tmp_path):
     assert type(load(str(tmp_path))[0]).__name__ == "Hybrid"
 
 
+def test_a_path_is_no_name_even_if_a_model_has_it(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent/config.json").write_text(json.dumps({"model_type": "tiny"}))
+    (tmp_path / "silent/weights").touch()
+    assert type(load(Path("silent"))[0]) is not type(load("silent")[0])
+    with pytest.raises(UsageError, match="no model, folder or file is called 'tiny'"):
+        load(Path("tiny"))
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
         (None, "cannot read .*config.json.*installed models: .*tiny"),
         (b"{", "not valid JSON"),
         (b"\xff", "not valid JSON"),
+        (b"[" * 200_000, "not valid JSON"),
         (b"[1]", "model type None"),
         (b"{}", "model type None"),
         (b'{"model_type": 3}', "model type 3"),
