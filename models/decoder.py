@@ -23,7 +23,8 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from unimem_jax.spec import CONTEXT, Part, PartKey, Site
+from unimem_jax.errors import UsageError
+from unimem_jax.spec import CONTEXT, STORED_DTYPES, Part, PartKey, Site
 
 from .layers import normalise
 from .rotary import Rotary, turn
@@ -142,7 +143,12 @@ class Attention(nnx.Module):
         Args:
           token_dtype: stored dtype of keys and values.
           norm: of every query and key before it turns, over the channels of a head; None for none.
+        Raises:
+          UsageError: keys and values are to be stored as integers, for which they have no scale.
         """
+        stored = STORED_DTYPES.get(token_dtype)
+        if stored is not None and not jnp.issubdtype(stored, jnp.floating):
+            raise UsageError(f"keys and values are stored as floats, not as {token_dtype!r}")
         self.site, self.heads, self.rotary = site, heads, rotary
         self.token_dtype, self.is_gated = token_dtype, is_gated
         query_heads, key_heads, head = heads

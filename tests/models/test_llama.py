@@ -154,5 +154,11 @@ def test_settings_for_generation_that_are_none_are_refused(tmp_path):
     assert "generation_config.json: eos_token_id is 'x'" in refusal(load, folder)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "int4"])
+def test_keys_are_not_rounded_to_integers(dtype, tmp_path):
+    folder = write_folder(tmp_path, LLAMA, random_tensors(LLAMA, 0))
+    assert f"not as {dtype!r}" in refusal(lambda: load(folder, token_dtype=dtype))
+
+
 def test_a_name_without_a_folder_asks_for_one():
     assert "give a folder" in refusal(load)
