@@ -23,6 +23,7 @@ STORED_DTYPES = {
         "float4_e2m1fn", "int8", "uint8", "int32", "uint32", "int4", "uint4",
     )
 }  # fmt: skip
+MOST_TOKENS = 2**31 - 1  # of a window: positions are int32 on the device
 PAIRED_DTYPES = ("float4_e2m1fn", "int4", "uint4")  # two elements a byte, the first in its low bits
 
 
@@ -36,7 +37,7 @@ class Lifetime:
       tokens: window length in tokens; 0 for the other kinds.
       name: of request state beside the running state; "" for everything else.
     Raises:
-      UsageError: for another kind, a window that is not a positive int, a name that is not an
+      UsageError: for another kind, a window that is not a positive int32, a name that is not an
         identifier, or tokens or a name of another kind.
     """
 
@@ -49,6 +50,8 @@ class Lifetime:
             raise UsageError(f"a lifetime is CONTEXT, REQUEST or window(n), not {self.kind!r}")
         if self.kind == "window":
             tokens = plain_int(self.tokens, "a window is a positive number of tokens")
+            if tokens > MOST_TOKENS:
+                raise UsageError(f"a window is at most {MOST_TOKENS} tokens, not {tokens!r}")
             object.__setattr__(self, "tokens", tokens)
         elif self.tokens != 0:
             raise UsageError(f"only a window counts tokens: {self.kind} with {self.tokens!r}")
@@ -81,7 +84,7 @@ def window(tokens: int) -> Lifetime:
     """The last `tokens` tokens: the query at position q sees keys max(0, q - tokens + 1) .. q.
 
     Raises:
-      UsageError: if `tokens` is not a positive int.
+      UsageError: if `tokens` is not a positive int32.
     """
     return Lifetime("window", tokens)
 

@@ -38,7 +38,7 @@ WRONG_PARTS = [
     ("draft", 1, "1"),
     ("draft", None, "None"),
 ]
-WRONG_WINDOWS = [0, -3, 2.0, True, "8", None, np.float32(4), np.True_]
+WRONG_WINDOWS = [0, -3, 2.0, True, "8", None, np.float32(4), np.True_, 1 << 31]
 
 
 @pytest.mark.parametrize("field, value, seen", WRONG_PARTS)
