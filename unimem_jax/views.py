@@ -28,7 +28,7 @@ from jax import Array, lax
 from unimem_jax.errors import UsageError
 from unimem_jax.pallas_kernels.paged_attention import Tokens, attend
 from unimem_jax.plan import Plan, SubPool
-from unimem_jax.spec import STORED_DTYPES, Part, PartKey, Site
+from unimem_jax.spec import REQUEST, STORED_DTYPES, Lifetime, Part, PartKey, Site
 from unimem_jax.store import PackedStore
 
 
@@ -110,9 +110,12 @@ class Views:
           [R, S, *shape] in the stored dtype; bool[R, 1 or T, S], which of them each new token sees:
           what it does not see can be anything, NaN too; and the views to go on with. With a stride
           an entry is seen where the last of its tokens is, once that was in an earlier step.
+        Raises:
+          UsageError: the site declared no such part, or it is request state.
         Cost: reads the part's lane of the pages in `pages` once.
         """
-        pool, _ = self.plan.locate((site, name))
+        pool, lane = self.plan.locate((site, name))
+        _require_per_token(lane.part)
         found = self.store.read_pages(self.arena, (site, name), self.pages[pool.index])
         arena, found = lax.optimization_barrier((self.arena, found))
         return found, self._past_mask(pool, found.shape[1]), replace(self, arena=arena)
@@ -140,8 +143,7 @@ class Views:
         return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
     def _slots(self, pool: SubPool) -> Array:
-        if not pool.is_running:
-            raise UsageError(f"a step reads and writes running state, not {pool.name}")
+        _require_running(pool.lifetime)
         return self.slots[pool.index]
 
     def _past_mask(self, pool: SubPool, past: int) -> Array:
@@ -190,19 +192,20 @@ class FreshViews:
         return mixed, self
 
     def past(self, site: Site, name: str) -> tuple[Array, Array, "FreshViews"]:
-        """No entries: [R, 0, *shape] and bool[R, 1, 0]."""
+        """No entries: [R, 0, *shape] and bool[R, 1, 0]; errors as `Views.past`."""
         part, rows = self._part((site, name)), self.valid.shape[0]
+        _require_per_token(part)
         none = jnp.zeros((rows, 0, *part.shape), STORED_DTYPES[part.dtype])
         return none, jnp.zeros((rows, 1, 0), jnp.bool_), self
 
     def read(self, site: Site, name: str) -> tuple[Array, "FreshViews"]:
         """Zeros [R, *shape]."""
-        part = self._part((site, name))
+        part = self._running((site, name))
         return jnp.zeros((self.valid.shape[0], *part.shape), STORED_DTYPES[part.dtype]), self
 
     def write(self, site: Site, name: str, value: Array) -> "FreshViews":
         """Checks the shape and keeps nothing."""
-        part = self._part((site, name))
+        part = self._running((site, name))
         if value.shape[1:] != part.shape:
             raise UsageError(f"{site}.{name} is {part.shape} per request, not {value.shape[1:]}")
         return self
@@ -211,11 +214,26 @@ class FreshViews:
         """All tokens, unchanged."""
         return hidden
 
+    def _running(self, key: PartKey) -> Part:
+        part = self._part(key)
+        _require_running(part.lifetime)
+        return part
+
     def _part(self, key: PartKey) -> Part:
         for part in self.parts:
             if part.key == key:
                 return part
         raise UsageError(f"no part {key[1]!r} was declared at site {key[0]}")
+
+
+def _require_running(lifetime: Lifetime) -> None:
+    if lifetime != REQUEST:
+        raise UsageError(f"a step reads and writes running state, not {lifetime}")
+
+
+def _require_per_token(part: Part) -> None:
+    if part.lifetime.is_request:
+        raise UsageError(f"{part.site}.{part.name} is request state; `read` gives it, not `past`")
 
 
 def _as_stored(key_part: Part, value_part: Part, key: Array, value: Array) -> Tokens:

@@ -10,7 +10,7 @@ from unimem_jax.errors import UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.plan import plan
 from unimem_jax.requests import Work
-from unimem_jax.spec import CONTEXT, Part, Site
+from unimem_jax.spec import CONTEXT, REQUEST, Part, Site
 from unimem_jax.step import step
 from unimem_jax.store import PackedStore
 from unimem_jax.views import FreshViews, Views
@@ -92,14 +92,33 @@ def test_keys_with_an_entry_for_several_tokens_are_refused():
 
 def require_refused(parts):
     """With a past and without: the pages of keys would be read as values."""
-    fresh, made = jnp.zeros((1, 2, 2, 8)), plan(parts, 1 << 17, 4)
-    one = jnp.zeros((1,), jnp.int32)
+    fresh = jnp.zeros((1, 2, 2, 8))
+    for seen in both_views(parts):
+        with pytest.raises(UsageError, match="L0 needs a key and a value of one lifetime"):
+            seen.attend(Site(0), fresh, fresh, fresh, scale=1.0)
+
+
+def both_views(parts):
+    """Of one request with two new tokens: through the arena, and without a past."""
+    made, one = plan(parts, 1 << 17, 4), jnp.zeros((1,), jnp.int32)
     views = Views(
         PackedStore(made), jnp.zeros((made.arena_granules, 32), jnp.uint32),
         jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool), one > 0,
-        {pool.index: one[:, None] for pool in made.sub_pools},
-        {pool.index: one for pool in made.sub_pools}, {},
+        {pool.index: one[:, None] for pool in made.token_pools},
+        {pool.index: one for pool in made.token_pools},
+        {pool.index: one for pool in made.slot_pools},
     )  # fmt: skip
-    for seen in (views, FreshViews.of(parts, one + 2, 2)):
-        with pytest.raises(UsageError, match="L0 needs a key and a value of one lifetime"):
-            seen.attend(Site(0), fresh, fresh, fresh, scale=1.0)
+    return views, FreshViews.of(parts, one + 2, 2)
+
+
+def test_a_part_is_read_as_what_it_was_declared():
+    state = Part(Site(0), "state", (2, 8), "float32", REQUEST)
+    token = Part(Site(0), "key", (2, 8), "float32", CONTEXT)
+    for views in both_views((state, token)):
+        with pytest.raises(UsageError, match="state is request state"):
+            views.past(Site(0), "state")
+        with pytest.raises(UsageError, match="running state, not context"):
+            views.read(Site(0), "key")
+        with pytest.raises(UsageError, match="running state, not context"):
+            views.write(Site(0), "key", jnp.zeros((1, 2, 8)))
+        assert views.past(Site(0), "key")[0].shape[2:] == views.read(Site(0), "state")[0].shape[1:]
