@@ -106,8 +106,8 @@ def load(
       The model, its parameters, and the file's tokenizer with its chat template.
     Raises:
       UsageError: no file, a damaged one, one of an architecture, quantisation or tokenizer that is
-        not computed here, or the packages of the extra `gguf` are not installed. No tensor has been
-        read then.
+        not computed here, or the packages of the extra `gguf` are not installed. No tensor but its
+        rotary factors has been read then.
     Cost: the bytes of the file, and one dequantised tensor beside the parameters.
     """
     if path is None:

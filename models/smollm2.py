@@ -5,6 +5,7 @@ compiler, and is never imported.
 """
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,7 +75,8 @@ def fetch(say: Callable[[str], object]) -> None:
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     found = installed()
     if ran.returncode or found is None:
-        lines = [line for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
-        reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {ran.returncode}"
+        # pip's own refusals begin in small letters.
+        reasons = re.findall(r"^error: (.*)", ran.stderr, re.MULTILINE | re.IGNORECASE)
+        reason = reasons[-1] if reasons else f"exit code {ran.returncode}"
         raise PeerError(f"pip could not install {PACKAGE} {VERSION}: {reason}")
     say(f"fetched: {found}")

