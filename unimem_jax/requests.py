@@ -87,8 +87,10 @@ class Rows:
 
     def _require_growth(self, batch: "Batch") -> None:
         """Raises UsageError unless all requests are held here and stay within their limits."""
+        holders = self.holders
         for request in batch.requests:
-            self.require_held(request)
+            if request.rows is not self or holders[request.row] is not request:
+                self.require_held(request)  # and it raises
         limits, targets = self.limit[batch.rows], self.length[batch.rows] + batch.counts
         is_wrong = (batch.counts < 0) | (targets > limits)
         if is_wrong.any():
