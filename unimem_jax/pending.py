@@ -105,6 +105,6 @@ class Pending:
         if len(self._changes) <= most:
             taken, self._changes = self._changes, {}
         else:
-            taken = {index: self._changes.pop(index) for index in list(self._changes)[:most]}
+            taken = dict(self._changes.popitem() for _ in range(most))
         words["updates_index"][: len(taken)] = list(taken)
         words["updates_value"][: len(taken)] = list(taken.values())
