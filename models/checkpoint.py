@@ -5,6 +5,7 @@ A family says how it reads a configuration; everything after that is the same fo
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +15,9 @@ import numpy as np
 from jax import Array
 
 from unimem_jax.errors import UsageError
+from unimem_jax.spec import Site
 
-from .decoder import EMBEDDING, HEAD, Decoder, Sizes
+from .decoder import EMBEDDING, HEAD, Attention, Decoder, Norm, Sizes
 from .fields import Fields
 from .folder import Folder, OnTensor, read_object
 from .hub_text import HubText, read_text
@@ -56,6 +58,22 @@ def read_sizes(fields: Fields, *, is_tied: bool | None = None) -> Sizes:
         start_token=fields.token("bos_token_id"),
         end_tokens=fields.tokens("eos_token_id"),
     )
+
+
+def full_attention(fields: Fields, token_dtype: str, *, norms_heads: bool) -> Decoder:
+    """A decoder whose every layer attends over the whole context.
+
+    Args:
+      norms_heads: whether queries and keys are normalised, head by head, before they turn.
+    """
+    width, heads = fields.count("hidden_size"), fields.attention_heads()
+    norm = partial(Norm, epsilon=fields.positive("rms_norm_eps", 1e-6))
+    rotary, of_heads = fields.rotary(heads[2]), norm if norms_heads else None
+    mixers = [
+        Attention(Site(layer), width, heads, rotary=rotary, token_dtype=token_dtype, norm=of_heads)
+        for layer in range(fields.layers())
+    ]
+    return Decoder(read_sizes(fields), mixers, norm)
 
 
 def load_folder(

@@ -78,7 +78,8 @@ class HubStream:
     def push(self, token_ids: Iterable[int]) -> str:
         """Takes more tokens; gives the text that is certain by now.
 
-        Cost: decodes each token about four times.
+        Cost: decodes each token about four times; again with every token that leaves a character
+        incomplete, all that is held back.
         """
         return "".join(map(self._push_one, token_ids))
 

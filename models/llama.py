@@ -4,13 +4,10 @@ Everything but its configuration is `decoder`'s. Sizes are those of meta-llama/L
 HuggingFaceTB/SmolLM2-135M, among others.
 """
 
-from functools import partial
 from pathlib import Path
 
-from unimem_jax.spec import Site
-
-from .checkpoint import Loaded, load_folder, read_sizes
-from .decoder import Attention, Decoder, Norm
+from .checkpoint import Loaded, full_attention, load_folder
+from .decoder import Decoder
 from .fields import Fields
 from .folder import OnTensor
 
@@ -30,14 +27,7 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
     fields = fields.filled(
         num_key_value_heads=query_heads, head_dim=width // query_heads, rope_theta=10_000.0
     )
-    heads = fields.attention_heads()
-    rotary = fields.rotary(heads[2])
-    norm = partial(Norm, epsilon=fields.positive("rms_norm_eps", 1e-6))
-    mixers = [
-        Attention(Site(layer), width, heads, rotary=rotary, token_dtype=token_dtype)
-        for layer in range(fields.layers())
-    ]
-    return Decoder(read_sizes(fields), mixers, norm)
+    return full_attention(fields, token_dtype, norms_heads=False)
 
 
 def load(

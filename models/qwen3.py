@@ -1,15 +1,12 @@
 """Qwen3 (dense) from a Hugging Face folder: full attention with normalised queries and keys.
 
-Everything but its configuration is `decoder`'s. Sizes are those of Qwen/Qwen3-0.6B to -32B.
+Everything but its configuration is `checkpoint`'s. Sizes are those of Qwen/Qwen3-0.6B to -32B.
 """
 
-from functools import partial
 from pathlib import Path
 
-from unimem_jax.spec import Site
-
-from .checkpoint import Loaded, load_folder, read_sizes
-from .decoder import Attention, Decoder, Norm
+from .checkpoint import Loaded, full_attention, load_folder
+from .decoder import Decoder
 from .fields import Fields
 from .folder import OnTensor
 
@@ -26,14 +23,7 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
     """
     fields.require(attention_bias=False, hidden_act="silu", use_sliding_window=False)
     fields.layer_kinds((FULL,))
-    heads, width = fields.attention_heads(), fields.count("hidden_size")
-    rotary = fields.rotary(heads[2])
-    norm = partial(Norm, epsilon=fields.positive("rms_norm_eps", 1e-6))
-    mixers = [
-        Attention(Site(layer), width, heads, rotary=rotary, token_dtype=token_dtype, norm=norm)
-        for layer in range(fields.layers())
-    ]
-    return Decoder(read_sizes(fields), mixers, norm)
+    return full_attention(fields, token_dtype, norms_heads=True)
 
 
 def load(

@@ -89,8 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         if name == "demo":
             command.add_argument("--picture", metavar="FILE", default=DEMO_PICTURE)
         else:
-            _add_model(command)
-        if name != "plan":
+            either = _add_model(command)
+        if name == "plan":
+            either.add_argument(
+                "--geometry", metavar="NAME", help="a published model's sizes, such as gpt-oss-20b"
+            )
+        else:
             command.add_argument(
                 "--no-cache", action="store_true", help="keep no compiled programs"
             )
@@ -103,17 +107,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
+def _add_model(command: argparse.ArgumentParser) -> Any:
+    """Adds what names a model and its arena; returns the group of ways to name one."""
     either = command.add_mutually_exclusive_group()
     either.add_argument("--model", default="embedded", metavar="NAME|DIR|FILE")
-    if command.prog.endswith(" plan"):
-        either.add_argument(
-            "--geometry", metavar="NAME", help="a published model's sizes, such as gpt-oss-20b"
-        )
     command.add_argument("--arena", default="64MiB", metavar="SIZE", help="bytes for all state")
     command.add_argument(
         "--page", "--page-size", type=int, default=16, metavar="TOKENS", help="tokens per page"
     )
+    return either
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:

@@ -68,14 +68,14 @@ class Pending:
         """One step packet: pending changes, and row by row what a batch does."""
         packet, words = self._blank(shape)
         self._write_changes(words, shape.updates)
-        count, columns = len(batch.rows), batch.columns
+        count, columns, lengths = len(batch.rows), batch.columns, batch.lengths
         if not count:
             return packet
         words["row"][:count] = batch.rows
-        words["position"][:count] = batch.lengths
+        words["position"][:count] = lengths
         words["count"][:count] = batch.counts
         words["emit"][:count] = batch.emits & (batch.counts > 0)
-        words["start"][:count] = batch.lengths == 0
+        words["start"][:count] = lengths == 0
         words["options"][:count] = columns.options[batch.rows]
         words["tokens"][:count, 0] = np.where(batch.counts > 0, LAST_TOKEN, 0)
         for at, tokens in batch.named.items():

@@ -59,9 +59,10 @@ class Rows:
             numbers of 0 or more.
         """
         requests = [item.request for item in work]
-        rows = np.array([request.row for request in requests], np.int64)
-        if len(set(rows.tolist())) < len(rows):
+        taken = [request.row for request in requests]
+        if len(set(taken)) < len(taken):
             raise UsageError("a request takes part in a step once")
+        rows = np.array(taken, np.int64)
         counts = int32([item.count for item in work], "counts of new tokens").astype(np.int64)
         named = {
             at: _named_tokens(item.tokens, item.count)
