@@ -143,7 +143,8 @@ def pack(values: Array, part: Part) -> Array:
     """[N, *part.shape] in any dtype -> uint32[N, words]: cast to the stored dtype, padded to whole
     words; the first element in the lowest bits.
     """
-    flat = values.astype(STORED_DTYPES[part.dtype]).reshape(values.shape[0], -1)
+    flat = values.astype(STORED_DTYPES[part.dtype])
+    flat = flat.reshape(values.shape[0], math.prod(part.shape))
     ratio = 32 // element_bits(part.dtype)
     if ratio == 1:
         return lax.bitcast_convert_type(flat, jnp.uint32)
@@ -161,7 +162,8 @@ def unpack(words: Array, part: Part) -> Array:
     """uint32[..., words] -> [..., *part.shape] in the stored dtype."""
     stored = STORED_DTYPES[part.dtype]
     typed: Any = lax.bitcast_convert_type(words, stored)
-    flat = typed.reshape(*words.shape[:-1], -1)
+    # Not -1: there may be no entry at all.
+    flat = typed.reshape(*words.shape[:-1], words.shape[-1] * 32 // element_bits(part.dtype))
     return flat[..., : math.prod(part.shape)].reshape(*words.shape[:-1], *part.shape)
 
 

@@ -59,6 +59,10 @@ def test_a_step_of_any_model_is_in_place(name):
     assert_step_in_place(steps(name), Case(1, 1, 16))
 
 
+def test_a_step_of_a_model_that_reads_entries_itself_is_in_place_where_there_are_none():
+    assert_step_in_place(steps("pooled"), Case(1, 1, 0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GRID[::9], ids=str)
 @pytest.mark.parametrize("name", [*MIXTURES, "embedded"])
