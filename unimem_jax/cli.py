@@ -209,14 +209,16 @@ def _demo(options: argparse.Namespace) -> int:
     if options.picture == DEMO_PICTURE:
         Path(DEMO_PICTURE).parent.mkdir(exist_ok=True)
     with _json_file(options) as write_json, replacing(options.picture) as picture:
-        _cache_programs(options)
         from unimem_jax.demo import ARENA_BYTES, ROWS, demo_prompts, demonstrate
         from unimem_jax.engine import Engine
         from unimem_jax.load import load
         from unimem_jax.picture import draw_arena
 
         model, params, tokenizer = load()
-        engine = Engine(model, params, arena_bytes=ARENA_BYTES, rows=ROWS, tokenizer=tokenizer)
+        engine = Engine(
+            model, params, arena_bytes=ARENA_BYTES, rows=ROWS, tokenizer=tokenizer,
+            program_folder=_program_folder(options, model),
+        )  # fmt: skip
         with _progress(len(engine.shapes()), unit="program") as advance:
             engine.warm_up(advance)
         with _progress(sum(sampling.max_tokens for _, sampling in demo_prompts())) as advance:
@@ -278,7 +280,6 @@ def _fetch(options: argparse.Namespace) -> int:
 
 
 def _engine(options: argparse.Namespace, arena_bytes: int) -> Any:
-    _cache_programs(options)
     from unimem_jax.engine import Engine
     from unimem_jax.load import load
     from unimem_jax.text import ByteText
@@ -296,6 +297,7 @@ def _engine(options: argparse.Namespace, arena_bytes: int) -> Any:
     return Engine(
         model, params, arena_bytes=arena_bytes, page_tokens=options.page, rows=options.rows,
         chunk_tokens=options.chunk, tokenizer=tokenizer,
+        program_folder=_program_folder(options, model),
     )  # fmt: skip
 
 
@@ -357,20 +359,29 @@ def _loading() -> Iterator[Callable[[str, int, int], object]]:
         yield advance
 
 
-def _cache_programs(options: argparse.Namespace) -> None:
-    """Tells JAX to keep compiled programs in the user's cache folder, so that they start warm."""
+def _program_folder(options: argparse.Namespace, model: Any) -> Path | None:
+    """Where the engine keeps compiled programs, so that the next start is warm.
+
+    None where JAX keeps them: as the user asked, or since the model is not of this package.
+    """
     if options.no_cache:
-        return
+        return None
     import jax
 
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        if sys.platform == "darwin":
-            caches = Path.home() / "Library" / "Caches"
-        else:
-            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    from unimem_jax.program_files import has_name
+
+    is_asked = "JAX_COMPILATION_CACHE_DIR" in os.environ
+    if sys.platform == "darwin":
+        caches = Path.home() / "Library" / "Caches"
+    else:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not is_asked and has_name(model):
+        return caches / "unimem-jax" / "programs"
+    if not is_asked:
         jax.config.update("jax_compilation_cache_dir", str(caches / "unimem-jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return None
 
 
 def _fail(error: object, code: int) -> int:

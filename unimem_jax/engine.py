@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,8 @@ class Engine:
       layout: `UNIFIED`, or `Split(caps)` to compare with separate pools.
       compaction_bytes: most bytes that a step moves ahead of need, to pay down fragmentation.
       tokenizer: turns text into tokens and back; a model with `text == "bytes"` needs none.
+      program_folder: keeps compiled programs of models of this package, so that the next start
+        neither traces nor compiles; a folder that only its owner writes, since it holds code.
     Raises:
       UsageError: sizes that are not positive, an arena too small (itemised), or a context longer
         than the model's.
@@ -92,7 +95,7 @@ class Engine:
         self, model: Model, params: Any, *, arena_bytes: int, page_tokens: int = 16,
         rows: int = 64, chunk_tokens: int = 64, context_tokens: int | None = None,
         layout: str | Split = UNIFIED, compaction_bytes: int = 0,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None, program_folder: str | Path | None = None,
     ):  # fmt: skip
         require_counts(compaction_bytes=compaction_bytes)
         longest = getattr(model, "context_tokens", None)
@@ -116,7 +119,8 @@ class Engine:
         self._steps = self._running_sum = self._running_max = 0
         self._retractions = self._computed = self._recomputed = self._generated = 0
         self._seconds = 0.0
-        self._run = Programs(model, params, self.plan)
+        folder = None if program_folder is None else Path(program_folder)
+        self._run = Programs(model, params, self.plan, folder)
         self._start_memory()
 
     @property
@@ -198,11 +202,11 @@ class Engine:
 
     def shapes(self) -> list[Shape]:
         """The static shapes of all packets that this engine dispatches."""
-        pages = [0]
+        pages = [self.memory.bucket_pages(1)]
         while pages[-1] < self.memory.tables.row_pages:
             pages.append(self.memory.bucket_pages(pages[-1] * self.plan.page_tokens + 1))
         rows = {self._row_bucket(count) for count in range(1, self.limits.rows + 1)}
-        singles = [(count, 1, some) for count in sorted(rows) for some in pages[1:]]
+        singles = [(count, 1, some) for count in sorted(rows) for some in pages]
         chunks = [
             (count, self.limits.chunk_tokens, some)
             for count in sorted({1, self._row_bucket(self.limits.chunk_rows)}) for some in pages
@@ -314,7 +318,7 @@ class Engine:
             [served.work(count) for served, count in batch],
             rows=self._row_bucket(len(batch)),
             tokens=tokens,
-            pages=self.memory.bucket_pages(past or int(tokens == 1)),
+            pages=self.memory.bucket_pages(max(past, 1)),
         )
         return self._dispatch(packets)
 

@@ -12,12 +12,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from unimem_jax.packet import Packet, Shape
 from unimem_jax.plan import Plan
+from unimem_jax.program_files import ProgramFiles, set_folder
 from unimem_jax.step import DeviceState, Model, StepOut, step
 
 MOST_THREADS = 4  # a compiler takes memory of its own, and XLA has threads besides
@@ -30,10 +32,12 @@ class Programs:
       model: anything that follows `step.Model`.
       params: its parameters, a pytree of arrays; they are put on the device.
       plan: made from `model.parts()`.
+      folder: where compiled programs are kept between starts; None keeps none.
     """
 
-    def __init__(self, model: Model, params: Any, plan: Plan):
+    def __init__(self, model: Model, params: Any, plan: Plan, folder: Path | None = None):
         leaves, structure = jax.tree.flatten(params)
+        self._folder, self._made_from = folder, (model, plan, structure)
         self._leaves = jax.device_put(leaves)
         run = step(model, plan)
         self._jitted = jax.jit(
@@ -56,7 +60,7 @@ class Programs:
         packets: Iterable[Packet],
         on_program: Callable[[int], object] | None = None,
     ) -> None:
-        """Compiles the programs that run packets of these shapes, and runs none.
+        """Compiles the programs that run packets of these shapes, or reads them, and runs none.
 
         Programs are traced one by one, under Python's lock, and compiled in threads meanwhile.
 
@@ -65,25 +69,44 @@ class Programs:
           on_program: told 1 after each program.
         Cost: one compilation per shape that is not in JAX's cache, seconds each for a real model.
         """
+        wanted = {packet.shape: packet for packet in packets}
+        files = self._files(device)
         threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-        running: deque[tuple[Shape, Future[Any]]] = deque()
+        kept, running = {}, deque[tuple[Shape, Future[Any]]]()
 
-        def collect(wait: bool) -> None:
-            while running and (wait or running[0][1].done()):
-                shape, future = running.popleft()
-                self._compiled[shape] = future.result()
-                if on_program is not None:
-                    on_program(1)
+        def keep(shape: Shape, program: Any) -> None:
+            self._compiled[shape] = program
+            if on_program is not None:
+                on_program(1)
+
+        def compiled(shape: Shape, lowered: jax.stages.Lowered) -> Any:
+            program = lowered.compile()
+            if files is not None:
+                files.save(shape, program)
+            return program
 
         try:
-            for packet in packets:
-                if packet.shape in self._compiled:
-                    if on_program is not None:
-                        on_program(1)
-                    continue
-                lowered = self._jitted.lower(self._leaves, device, packet)
-                running.append((packet.shape, threads.submit(lowered.compile)))
-                collect(wait=False)
-            collect(wait=True)
+            if files is not None:
+                missing = wanted.keys() - self._compiled.keys()
+                kept = {shape: threads.submit(files.load, shape) for shape in missing}
+            for shape, packet in wanted.items():
+                found = self._compiled.get(shape) or (shape in kept and kept[shape].result())
+                if found:
+                    keep(shape, found)
+                else:
+                    lowered = self._jitted.lower(self._leaves, device, packet)
+                    running.append((shape, threads.submit(compiled, shape, lowered)))
+                while running and running[0][1].done():
+                    keep(running[0][0], running.popleft()[1].result())
+            for shape, future in running:
+                keep(shape, future.result())
         finally:
             threads.shutdown(cancel_futures=True)
+
+    def _files(self, device: DeviceState) -> ProgramFiles | None:
+        if self._folder is None:
+            return None
+        leaves = jax.tree.leaves((self._leaves, device))
+        sizes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+        found = set_folder(self._folder, *self._made_from, sizes)
+        return None if found is None else ProgramFiles(found)

@@ -29,7 +29,7 @@ HOST_LAYERS = (
 JAX_LAYERS = (
     ("store", "draw"),
     ("views",),
-    ("step",),
+    ("step", "program_files"),
     ("programs",),
     ("engine", "load"),
     ("picture",),
