@@ -23,8 +23,8 @@ class Bug:
 
 
 def absent_minus_one(original):
-    def __init__(self, ids, unit_count):
-        original(self, ids, unit_count)
+    def __init__(self, sub_pool, ids, unit_count):
+        original(self, sub_pool, ids, unit_count)
         self.absent = -1
         self.mapping[:] = -1
 
@@ -222,9 +222,7 @@ PLANTED = [
     Bug("absent is -1", tables.Table, "__init__", absent_minus_one),
     Bug("an empty float is rounded", layout, "packed_fits", empty_float_rounded),
     Bug("batches run in reverse order", layout, "batch_order", reversed_order),
-    Bug(
-        "a double free of many goes unnoticed", allocator.Allocator, "_require_mapped", no_complaint
-    ),
+    Bug("a double free of many goes unnoticed", tables.Table, "require_mapped", no_complaint),
     Bug("a stale id is taken for the present one", tables.IdSpace, "known_one", stale_ids_accepted),
     Bug("an id named twice goes unnoticed", tables.IdSpace, "known", repeats_unnoticed),
     Bug("holes beyond the frontier are handed out", layout.Layout, "_trim", trim_keeps_the_holes),

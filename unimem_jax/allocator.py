@@ -29,11 +29,9 @@ from unimem_jax.errors import InvariantError, OutOfMemory, UsageError, plain_int
 from unimem_jax.layout import UNIFIED, Batch, Layout
 from unimem_jax.ledger import COPY, FENCED, LIVE
 from unimem_jax.plan import GRANULE_BYTES
-from unimem_jax.tables import NUMBER, IdSpace, Table, number_of
+from unimem_jax.tables import NUMBER, Ids, IdSpace, Table, number_of
 
 __all__ = ["UNIFIED", "Allocator", "Batch", "Split", "number_of"]
-
-Ids = int | Sequence[int] | np.ndarray
 
 
 class Allocator(Capacity):
@@ -52,8 +50,10 @@ class Allocator(Capacity):
         self.ledger = self.layout.ledger
         pages = IdSpace(geometry.id_count)
         self.tables = [
-            Table(IdSpace(units) if is_slot else pages, units)
-            for is_slot, units in zip(geometry.is_slot, geometry.unit_counts, strict=True)
+            Table(index, IdSpace(units) if is_slot else pages, units)
+            for index, (is_slot, units) in enumerate(
+                zip(geometry.is_slot, geometry.unit_counts, strict=True)
+            )
         ]
         self.pages = pages
         self.page_pools = tuple(i for i, is_slot in enumerate(geometry.is_slot) if not is_slot)
@@ -185,24 +185,24 @@ class Allocator(Capacity):
           OutOfMemory: as `grant_pages`.
         """
         pools = self.page_pools if sub_pools is None else self._page_pools(sub_pools)
-        known = self.pages.known([ids] if isinstance(ids, int) else ids)
-        self._require_readable(known, pools)
+        for index in pools:
+            known = self.require_readable(ids, index)
         copies = self.grant_pages(len(known), pools, committed)
         self._copy(known, number_of(copies), pools)
         return copies
 
     def copy_slot(self, id_: int, sub_pool: int, committed: bool = True) -> int:
         """`copy_pages` for one slot: a checkpoint, or a fork. Returns its id."""
-        known = self._table(sub_pool).ids.known([id_])
-        self._require_readable(known, (sub_pool,))
+        known = self.require_readable(id_, sub_pool)
         copy = self.grant_slot(sub_pool, committed)
         self._copy(known, np.array([number_of(copy)]), (sub_pool,))
         return copy
 
-    def _require_readable(self, known: np.ndarray, pools: Sequence[int]) -> None:
-        for index in pools:
-            self._require_mapped(self.tables[index], known, index)
-            self.ledger.apply(index, self.mapping[index][known], COPY)
+    def require_readable(self, ids: Ids, sub_pool: int) -> np.ndarray:
+        """Their numbers. Raises UsageError unless each has a unit there that no peer is writing."""
+        _, known = self._mapped(ids, sub_pool)
+        self.ledger.apply(sub_pool, self.mapping[sub_pool][known], COPY)
+        return known
 
     def _copy(self, known: np.ndarray, copies: np.ndarray, pools: Sequence[int]) -> None:
         for index in pools if len(known) else ():
@@ -219,7 +219,7 @@ class Allocator(Capacity):
           OutOfMemory: as `grant_pages`.
         """
         table = self._table(sub_pool)
-        known = table.ids.known([ids] if isinstance(ids, int) else ids)
+        known = table.ids.known(ids)
         if (table.ids.uses[known] == 0).any() or table.sharers[known].any():
             raise UsageError(f"an id is free, or has a page in sub-pool {sub_pool}, or had one")
         self._charge((sub_pool,), len(known), committed, None)
@@ -262,15 +262,14 @@ class Allocator(Capacity):
         return self.tables[sub_pool]
 
     def share(self, ids: Ids, sub_pool: int) -> None:
-        """Adds one sharer to each id in one sub-pool.
-
-        Raises:
-          UsageError: an id has no unit there.
-        """
-        table = self._table(sub_pool)
-        known = table.ids.known([ids] if isinstance(ids, int) else ids)
-        self._require_mapped(table, known, sub_pool)
+        """Adds one sharer to each id in a sub-pool. Raises UsageError for an id without unit."""
+        table, known = self._mapped(ids, sub_pool)
         table.sharers[known] += 1
+
+    def sharers(self, ids: Ids, sub_pool: int) -> np.ndarray:
+        """int64[ids] how many sharers each id has there. Raises UsageError for an id without."""
+        table, known = self._mapped(ids, sub_pool)
+        return table.sharers[known].astype(np.int64)
 
     def drop(self, ids: Ids, sub_pool: int) -> int:
         """Takes one sharer from each id in one sub-pool; the last one frees the unit there.
@@ -280,14 +279,13 @@ class Allocator(Capacity):
         Raises:
           UsageError: an id has no unit there (freed before, or never granted).
         """
-        table = self._table(sub_pool)
         if isinstance(ids, int):
+            table = self._table(sub_pool)
             number = table.ids.known_one(ids)
             if table.sharers_of(number) <= 0:
-                raise UsageError(f"id {ids} has no unit in sub-pool {sub_pool}")
+                table.require_mapped(np.array([number]))
             return self._drop_one(number, sub_pool)
-        known = table.ids.known(ids)
-        self._require_mapped(table, known, sub_pool)
+        table, known = self._mapped(ids, sub_pool)
         return self._drop(table.ids, known, table.ids.uses[known], (sub_pool,))
 
     def free(self, ids: Ids) -> None:
@@ -313,12 +311,11 @@ class Allocator(Capacity):
             raise UsageError(f"pages {known[uses == 0].tolist()} are free")
         self._drop(self.pages, known, uses, self.page_pools)
 
-    def _require_mapped(self, table: Table, known: np.ndarray, sub_pool: int) -> None:
-        is_missing = table.sharers[known] <= 0
-        if is_missing.any():
-            raise UsageError(
-                f"ids {known[is_missing].tolist()} have no unit in sub-pool {sub_pool}"
-            )
+    def _mapped(self, ids: Ids, sub_pool: int) -> tuple[Table, np.ndarray]:
+        table = self._table(sub_pool)
+        known = table.ids.known(ids)
+        table.require_mapped(known)
+        return table, known
 
     def _drop(
         self, ids: IdSpace, known: np.ndarray, uses: np.ndarray, sub_pools: Sequence[int]

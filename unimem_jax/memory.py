@@ -10,8 +10,9 @@ waits for one.
 
 M1  Between calls a request holds exactly `prices.held(length)`.
 M2  The page table cell of a page that some sub-pool holds is its id; other cells are never read.
-M3  An admitted request's commitment is its peak less what it holds, so growing within its limit,
-    by at most `chunk_tokens` or `fused_steps` at once, always fits.
+M3  An admitted request's commitment is its peak less what it holds, with the units promised for
+    pages of windows that it shares (`holdings`), so growing within its limit, by at most
+    `chunk_tokens` or `fused_steps` at once, always fits.
 M4  A call that raises has changed nothing.
 """
 
@@ -20,20 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unimem_jax.allocator import UNIFIED, Allocator, Split, number_of
-from unimem_jax.errors import (
-    InvariantError,
-    OutOfMemory,
-    UsageError,
-    require_counts,
-    require_positive,
-)
+from unimem_jax.allocator import UNIFIED, Split
+from unimem_jax.errors import OutOfMemory, UsageError, require_counts, require_positive
+from unimem_jax.holdings import Holdings
 from unimem_jax.packet import OPTION_WORDS, Packet, int32, step_shape
-from unimem_jax.page_tables import tables_of
-from unimem_jax.pending import Pending
 from unimem_jax.plan import Plan
-from unimem_jax.price import Demand, Prices, add, less
-from unimem_jax.requests import Batch, Request, Rows, Work
+from unimem_jax.price import Demand
+from unimem_jax.requests import NO_PREFIX, Prefix, Request, Work
 
 if TYPE_CHECKING:
     from unimem_jax.step import DeviceState
@@ -41,7 +35,7 @@ if TYPE_CHECKING:
 GREEDY_WORDS = (0, int(np.float32(1).view(np.int32)), 0, 0, 0)  # temperature 0, top_p 1
 
 
-class Memory:
+class Memory(Holdings):
     """The host side of one arena.
 
     Args:
@@ -61,16 +55,9 @@ class Memory:
     ):  # fmt: skip
         require_positive(rows=rows, context_tokens=context_tokens)
         require_positive(chunk_tokens=chunk_tokens, fused_steps=fused_steps)
-        self.plan = plan
-        self.prices = Prices(plan)
-        self.rows = rows
-        self.context_tokens = context_tokens
+        super().__init__(plan, rows, context_tokens, layout)
         self.chunk_tokens = chunk_tokens
         self.fused_steps = fused_steps
-        self.allocator = Allocator(plan.geometry, layout)
-        self.tables = tables_of(plan, rows, self.prices.pages(context_tokens))
-        self.pending = Pending(plan, self.tables, rows, self.allocator)
-        self._columns = Rows(rows, len(plan.slot_pools))
 
     def init(self, store: Any = None) -> "DeviceState":
         """Fresh device state: the arena, the tables and the last tokens."""
@@ -78,59 +65,81 @@ class Memory:
 
         return init_device(self.plan, self.rows, self.tables.row_pages, store)
 
-    @property
-    def free_rows(self) -> int:
-        """Rows that no request holds."""
-        return len(self._columns.free)
-
     def fits(self, demand: Sequence[int]) -> bool:
         """Whether `demand` more units of each sub-pool fit beside what is held and committed."""
         return self.allocator.fits(demand)
 
-    def open(self, options: Sequence[int] = GREEDY_WORDS, limit: int | None = None) -> Request:
-        """Takes a row for a request, and no bytes: what it grows by is asked for step by step.
+    def open(
+        self, options: Sequence[int] = GREEDY_WORDS, limit: int | None = None,
+        prefix: Prefix = NO_PREFIX,
+    ) -> Request:  # fmt: skip
+        """Takes a row for a request; what it grows by is asked for step by step.
 
         Args:
           options: the five words of `Sampling.words()`.
           limit: most tokens it may grow to; the context by default.
+          prefix: computed tokens that it begins with. It shares their full pages; the partly
+            filled last page and the slots are copied on the device by the packets of the next
+            call, in order with all that ran before. Its next token has to be named.
         Raises:
-          OutOfMemory: if no row is free.
-          UsageError: a limit that is not positive or exceeds the context; wrong options.
+          OutOfMemory: no row is free, or the copies do not fit now (NeverFits: not even alone with
+            the prefix), or a pin is in the way.
+          UsageError: a limit that is not positive or exceeds the context; wrong options; a prefix
+            that is longer than the limit or not there.
         """
         limit = self.context_tokens if limit is None else limit
+        return self._begin(*self._checked(options, limit), prefix)
+
+    def admit(
+        self, prompt_tokens: int, max_new: int, options: Sequence[int] = GREEDY_WORDS,
+        prefix: Prefix = NO_PREFIX,
+    ) -> Request:  # fmt: skip
+        """Takes a row and commits all that `prompt_tokens + max_new` tokens can ever need at once.
+
+        Args:
+          prefix: as in `open`: the first of the prompt's tokens, of which it pays what it copies,
+            and windows whole, since they slide out of what it shares.
+        Raises:
+          UsageError: sizes that are not positive, a request over the context, or one that an empty
+            arena cannot hold (itemised); a prefix longer than the prompt, or not there.
+          OutOfMemory: it does not fit beside what is held and committed now (itemised).
+        """
+        require_positive(prompt_tokens=prompt_tokens)
+        require_counts(max_new=max_new)
+        words, total = self._checked(options, prompt_tokens + max_new)
+        peak = self.prices.peak(total, self.chunk_tokens, self.fused_steps)
+        self.refuse_impossible(peak)
+        if prefix.length > prompt_tokens:
+            raise UsageError(f"{prefix.length} tokens are no prefix of {prompt_tokens}")
+        return self._begin(words, total, prefix, peak)
+
+    def fork(self, request: Request, options: Sequence[int] | None = None) -> Request:
+        """A request that goes on by itself from where another is: one more sample, a beam, a draft.
+
+        It begins with all that the other has computed, as in `open`; what either does afterwards
+        the other does not see. It has the limit of the other, a commitment if the other has one,
+        and no next token until one is named.
+
+        Args:
+          options: the five words of `Sampling.words()`; those of the other by default.
+        Raises:
+          OutOfMemory, UsageError: as `open`; or the request was freed.
+        """
+        words, limit = self._checked(
+            request.options.tolist() if options is None else options, request.limit
+        )
+        prefix = Prefix(request.length, request.ids, request.slots)
+        return self._begin(words, limit, prefix, request.peak)
+
+    def _checked(self, options: Sequence[int], limit: int) -> tuple[np.ndarray, int]:
+        """The sampling words and the limit of a request. Raises UsageError if they are wrong."""
         require_positive(limit=limit)
         if limit > self.context_tokens:
             raise UsageError(f"{limit} tokens exceed the context of {self.context_tokens}")
         words = int32(list(options), "sampling words")
         if words.shape != (OPTION_WORDS,):
             raise UsageError(f"sampling takes {OPTION_WORDS} words, not {len(options)}")
-        if not self.free_rows:
-            raise OutOfMemory(f"all {self.rows} request rows are in use")
-        return self._columns.take(words, limit)
-
-    def admit(
-        self, prompt_tokens: int, max_new: int, options: Sequence[int] = GREEDY_WORDS
-    ) -> Request:
-        """Takes a row and commits all that `prompt_tokens + max_new` tokens can ever need at once.
-
-        Raises:
-          UsageError: sizes that are not positive, a request over the context, or one that an empty
-            arena cannot hold (itemised).
-          OutOfMemory: it does not fit beside what is held and committed now (itemised).
-        """
-        require_positive(prompt_tokens=prompt_tokens)
-        require_counts(max_new=max_new)
-        total = prompt_tokens + max_new
-        if total > self.context_tokens:
-            raise UsageError(f"{total} tokens exceed the context of {self.context_tokens}")
-        peak = self.prices.peak(total, self.chunk_tokens, self.fused_steps)
-        self.refuse_impossible(peak)
-        if not self.fits(peak):
-            raise OutOfMemory(f"does not fit now: {self.prices.itemise(peak)}")
-        request = self.open(options, total)
-        self.allocator.commit(peak)
-        request.peak = peak
-        return request
+        return words, limit
 
     def refuse_impossible(self, demand: Demand) -> None:
         """Raises UsageError, itemised, if an empty arena cannot hold `demand`."""
@@ -251,16 +260,7 @@ class Memory:
 
     def free(self, request: Request) -> None:
         """Gives back all that a request holds, to be granted again at once, and its row."""
-        self._columns.require_held(request)
-        if request.peak is not None:
-            self.allocator.uncommit(self._uncovered(request))
-        for pool in self.plan.token_pools:
-            held = request.first.get(pool.index, 0)
-            ids = request.mapped(pool.index, held, len(request.ids))
-            self.allocator.drop(ids, pool.index)
-        for pool, slot in zip(self.plan.slot_pools, request.slots, strict=False):
-            self.allocator.drop([slot], pool.index)
-        self._columns.give(request)
+        self._let_go(request)
 
     def bucket_pages(self, tokens: int) -> int:
         """Page-table columns that a compiled shape reads for a past of `tokens`."""
@@ -288,113 +288,3 @@ class Memory:
     def metrics(self) -> dict[str, Any]:
         """Plain numbers: rows in use and the allocator's metrics."""
         return {"rows": self.rows - self.free_rows, **self.allocator.metrics()}
-
-    def check(self) -> None:
-        """Verifies M1 and M2 and the allocator's invariants from scratch.
-
-        Raises:
-          InvariantError: naming the invariant.
-        """
-        self.allocator.check()
-        for request in filter(None, self._columns.holders):
-            held = self.prices.held(request.length)
-            for pool in self.plan.token_pools:
-                first = request.first.get(pool.index, 0)
-                wanted = self.prices.first_page(pool.lifetime, request.length)
-                count = request.held(pool.index)
-                if first != min(wanted, len(request.ids)) or count != held[pool.index]:
-                    raise InvariantError(
-                        f"M1: row {request.row} holds {count} pages of {pool.name} from {first} on"
-                    )
-                ids = np.array(request.ids[first:], np.int64)
-                numbers = number_of(ids)
-                is_present = self.allocator.pages.present[numbers] == ids
-                is_mapped = self.allocator.mapping[pool.index][numbers] < pool.unit_count
-                if not (is_present & is_mapped).all():
-                    raise InvariantError(f"M2: row {request.row} lost a page of {pool.name}")
-
-    def _uncovered(self, request: Request) -> Demand:
-        """What a commitment still covers: its peak less what the request holds."""
-        assert request.peak is not None
-        held = [
-            int(request.has_slots) if pool.is_slot else request.held(pool.index)
-            for pool in self.plan.sub_pools
-        ]
-        return tuple(max(0, peak - count) for peak, count in zip(request.peak, held, strict=True))
-
-    def _grow(self, batch: Batch, fused: bool = False) -> None:
-        """Grants what every request needs for its next tokens, all or nothing.
-
-        The caller dispatches those tokens: growing twice for the same ones would grant twice.
-        """
-        targets = batch.lengths + batch.counts
-        growing = np.flatnonzero(targets > self._columns.capacity[batch.rows]).tolist()
-        if not growing:
-            return
-        demand = covered = (0,) * len(self.plan.sub_pools)
-        for at in growing:
-            request, target = batch.requests[at], int(targets[at])
-            growth = self.prices.growth(request.length, target, fused)
-            demand = add(demand, growth)
-            if request.peak is not None:
-                covered = add(covered, tuple(map(min, growth, self._uncovered(request))))
-        uncovered = less(demand, covered)
-        self.allocator.commit(uncovered)
-        try:
-            self.allocator.make_room(demand)
-        except OutOfMemory:  # pins are in the way
-            self.allocator.uncommit(uncovered)
-            raise
-        for at in growing:
-            self._grant(batch.requests[at], int(targets[at]), fused)
-
-    def _grant(self, request: Request, target: int, fused: bool) -> None:
-        """Takes ids and units that are committed and for which `make_room` has made room."""
-        columns, row, start = self._columns, request.row, len(request.ids)
-        if not request.has_slots:
-            slots = [self.allocator.grant_slot(pool.index) for pool in self.plan.slot_pools]
-            columns.slots[row], request.has_slots = slots, True
-        for pages, pools in self.prices.additions(start, request.length, target, fused):
-            ids = self._grant_pages(len(pages), pools)
-            request.ids.extend(ids or [0] * len(pages))
-            self.pending.set_pages(row, pages.start, ids)
-            for pool in self.plan.token_pools:
-                if pool.index not in pools:
-                    request.gaps[pool.index] = range(start, pages.stop)
-        held = len(request.ids) if self.plan.token_pools else self.prices.pages(request.limit)
-        columns.capacity[row] = held * self.plan.page_tokens
-
-    def _grant_pages(self, count: int, pools: list[int]) -> list[int]:
-        if not pools:
-            return []
-        if count == 1:  # of nearly every decode step; much cheaper than an array of one
-            return [self.allocator.grant_page(pools)]
-        return self.allocator.grant_pages(count, pools).tolist()
-
-    def _settle(self, batch: Batch) -> None:
-        """Drops, after their step was dispatched, the window pages that no later query sees."""
-        for at in np.flatnonzero(batch.lengths >= self._columns.settle_at[batch.rows]).tolist():
-            self._drop_unseen(batch.requests[at])
-
-    def _drop_unseen(self, request: Request) -> None:
-        """Drops what windows no longer see, and notes when the next page leaves one."""
-        nearest, length = self.context_tokens + 1, request.length
-        for pool in self.plan.token_pools:
-            if pool.lifetime.kind != "window":
-                continue
-            held = request.first.get(pool.index, 0)
-            wanted = self.prices.first_page(pool.lifetime, length)
-            last = min(wanted, len(request.ids))
-            next_drop = (last + 1) * self.plan.page_tokens + pool.lifetime.tokens - 1
-            nearest = min(nearest, next_drop)
-            if last <= held:
-                continue
-            ids = request.mapped(pool.index, held, last)
-            covered = self._uncovered(request) if request.peak is not None else ()
-            self.allocator.drop(ids[0] if len(ids) == 1 else ids, pool.index)
-            request.first[pool.index] = last
-            request.gaps.pop(pool.index, None)
-            if request.peak is not None:
-                # Less than what was dropped if a chunk had grown past the peak.
-                self.allocator.commit(less(self._uncovered(request), covered))
-        self._columns.settle_at[request.row] = nearest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from unimem_jax.errors import UsageError
+from unimem_jax.errors import UsageError, plain_int
 from unimem_jax.packet import OPTION_WORDS, int32
 from unimem_jax.price import Demand
 
@@ -166,12 +166,13 @@ class Request:
         row = self._held_row()
         return self.rows.slots[row].tolist() if self.has_slots else []
 
-    def mapped(self, pool: int, start: int, stop: int) -> list[int]:
-        """Ids of pages [start, stop) that sub-pool `pool` holds something for."""
-        gap = self.gaps.get(pool)
+    def mapped(self, pool: int, stop: int | None = None) -> list[int]:
+        """Ids of the pages before page `stop` that sub-pool `pool` holds for the request."""
+        start, gap = self.first.get(pool, 0), self.gaps.get(pool)
         if gap is None:
             return self.ids[start:stop]
-        return [self.ids[page] for page in range(start, stop) if page not in gap]
+        pages = range(start, len(self.ids) if stop is None else stop)
+        return [self.ids[page] for page in pages if page not in gap]
 
     def held(self, pool: int) -> int:
         """Pages that sub-pool `pool` holds for the request."""
@@ -181,6 +182,32 @@ class Request:
         """The row, as long as it is this request's: afterwards its cells are another's."""
         self.rows.require_held(self)
         return self.row
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Computed tokens that a request may begin with; somebody else holds them.
+
+    Attributes:
+      length: tokens.
+      ids: the id of each page of [0, length), by page number; shared by the caller in every token
+        sub-pool that still sees the page (elsewhere never read).
+      slots: per state sub-pool of the plan's `slot_pools`, the id of a slot of it with the running
+        state after `length` tokens.
+    Raises:
+      UsageError: a length that is no int of at least 0.
+    """
+
+    length: int = 0
+    ids: Sequence[int] = ()
+    slots: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        length = plain_int(self.length, "a prefix is a count of tokens, at least 0", least=0)
+        object.__setattr__(self, "length", length)
+
+
+NO_PREFIX = Prefix()
 
 
 @dataclass(slots=True)  # frozen, it would take three times as long to make

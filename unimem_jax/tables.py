@@ -27,6 +27,7 @@ DROPPED = -1  # sharers of an id that was mapped in a sub-pool before in its pre
 NUMBER = (1 << 32) - 1  # the bits of an id that are its number
 LIFE = 1 << 32  # from one life of a number to the next; after 2^31 they begin again
 LAST = (1 << 63) - 1  # the last number's last life
+Ids = int | Sequence[int] | np.ndarray
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -89,9 +90,9 @@ class IdSpace:
         self.free_view[self.free_count] = following
         self.free_count += 1
 
-    def known(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    def known(self, ids: Ids) -> np.ndarray:
         """Numbers of ids. Raises UsageError if one is unknown, of a former life, or named twice."""
-        array = np.asarray(ids)
+        array = np.asarray([ids] if isinstance(ids, int) else ids)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise UsageError(f"ids must be one integer or a flat sequence of integers, not {ids!r}")
         if not array.size:
@@ -143,10 +144,12 @@ class Table:
         "marks",
         "owner",
         "sharers",
+        "sub_pool",
         "views",
     )
 
-    def __init__(self, ids: IdSpace, unit_count: int):
+    def __init__(self, sub_pool: int, ids: IdSpace, unit_count: int):
+        self.sub_pool = sub_pool
         self.ids = ids
         self.absent = unit_count
         self.mapping = np.full(ids.count, unit_count, np.int64)
@@ -206,6 +209,13 @@ class Table:
     def sharers_of(self, number: int) -> int:
         """Sharers of one known id, DROPPED or 0 where it is not mapped."""
         return self.views[2][number]
+
+    def require_mapped(self, numbers: np.ndarray) -> None:
+        """Raises UsageError unless each number has a unit here."""
+        is_missing = self.sharers[numbers] <= 0
+        if is_missing.any():
+            ids = self.ids.present[numbers[is_missing]].tolist()
+            raise UsageError(f"ids {ids} have no unit in sub-pool {self.sub_pool}")
 
     def drop(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Takes one sharer from each id that is mapped here and unmaps those that have none left.

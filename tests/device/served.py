@@ -39,10 +39,11 @@ class Watched(Memory):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.opened = []
+        self.kept = []  # (sub-pool, id) of what is held beside requests
         self.lengths = {}
 
-    def open(self, *arguments, **options):
-        request = super().open(*arguments, **options)
+    def _begin(self, *arguments):
+        request = super()._begin(*arguments)
         self.opened.append(request)
         return request
 
@@ -71,19 +72,24 @@ def live_bytes(memory, lengths=None):
     token are not live. `lengths` is by row, if not what each request has now.
     """
     found = np.zeros(memory.plan.arena_bytes, np.bool_)
+    entries = {pool.index: set() for pool in memory.plan.sub_pools}  # requests share some
     for request in memory.opened:
         length = request.length if lengths is None else lengths[request.row]
-        for pool in memory.plan.sub_pools:
-            if pool.is_slot:
-                if length:
-                    _mark(
-                        found,
-                        pool,
-                        memory.allocator.mapping[pool.index][number_of(request.slots[0])],
-                    )
-                continue
+        for pool in memory.plan.slot_pools:
+            if length:
+                entries[pool.index].add(_slot(memory, pool, request))
+        for pool in memory.plan.token_pools:
             for position in _written(pool, pool.lifetime.first_kept(length), length):
-                _mark(found, pool, _row(memory, pool, request, position))
+                entries[pool.index].add(_row(memory, pool, request, position))
+    for pool in memory.plan.sub_pools:
+        for entry in entries[pool.index]:
+            _mark(found, pool, entry)
+    units = [(i, memory.allocator.mapping[i][number_of(id_)]) for i, id_ in memory.kept]
+    for batch in memory.allocator._moves:  # read by the next packets, whoever holds them by then
+        units += [(batch.sub_pool, source) for source in batch.sources]
+    for index, unit in units:
+        width = memory.plan.sub_pools[index].unit_bytes
+        found[int(unit) * width : int(unit + 1) * width] = True
     return found
 
 
@@ -94,7 +100,7 @@ def entry_bytes(memory, requests, spans):
         start, stop = spans[request.row]
         for pool in memory.plan.sub_pools:
             if pool.is_slot and stop > start:
-                entries = [memory.allocator.mapping[pool.index][number_of(request.slots[0])]]
+                entries = [_slot(memory, pool, request)]
             elif pool.is_slot:
                 continue
             else:
@@ -117,6 +123,10 @@ def _row(memory, pool, request, position):
     address = int(memory.allocator.mapping[pool.index][number_of(request.ids[page])])
     assert address < pool.unit_count, f"{pool.name} holds nothing for position {position}"
     return address * pool.unit_entries + offset // pool.stride
+
+
+def _slot(memory, pool, request):
+    return int(memory.allocator.mapping[pool.index][number_of(request.slots[0])])
 
 
 def _mark(found, pool, entry):

@@ -86,10 +86,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def decode(self, source, steps):
         self.world.decode(steps, self.twins(source, max_size=3, unique_by=id))
 
-    @precondition(lambda self: any(twin.length for twin in self.world.twins))
+    @precondition(lambda self: any(twin.has_sampled for twin in self.world.twins))
     @rule(source=st.data(), steps=st.integers(1, 3))
     def decode_what_is_ready(self, source, steps):
-        ready = [twin for twin in self.world.twins if twin.length]
+        ready = [twin for twin in self.world.twins if twin.has_sampled]
         self.world.decode(steps, source.draw(st.lists(st.sampled_from(ready), unique_by=id)))
 
     @precondition(lambda self: self.world.twins)
@@ -105,6 +105,31 @@ class MemoryMachine(RuleBasedStateMachine):
         for twin in self.twins(source, min_size=1, max_size=1):
             self.world.free(twin)
             self.freed.append(twin)
+
+    @precondition(lambda self: self.world.twins)
+    @rule(source=st.data())
+    def fork(self, source):
+        for twin in self.twins(source, min_size=1, max_size=1):
+            self.world.fork(twin)
+
+    @precondition(lambda self: self.world.twins)
+    @rule(source=st.data())
+    def keep(self, source):
+        self.world.keep(source.draw(st.sampled_from(self.world.twins)))
+
+    @precondition(lambda self: self.world.kept)
+    @rule(source=st.data(), new=st.sampled_from([None, 0, 3, 12]))
+    def resume(self, source, new):
+        self.world.resume(source.draw(st.sampled_from(self.world.kept)), new)
+
+    @precondition(lambda self: self.world.kept)
+    @rule(source=st.data())
+    def let_go(self, source):
+        self.world.let_go(source.draw(st.sampled_from(self.world.kept)))
+
+    @rule()
+    def catch_up(self):
+        self.world.catch_up()
 
     @rule()
     def retire(self):
@@ -144,9 +169,19 @@ def traffic(name, seed, calls):
             most = world.memory.chunk_tokens if rng.random() < 0.3 else 1
             counts = [min(int(rng.integers(0, most + 1)), t.limit - t.length) for t in chosen]
             world.run(list(zip(chosen, counts, strict=True)))
-        elif choice < 0.85:
+        elif choice < 0.79:
+            world.fork(pick())
+        elif choice < 0.82:
+            world.keep(pick())
+        elif choice < 0.85 and world.kept:
+            kept = world.kept[int(rng.integers(len(world.kept)))]
+            if rng.random() < 0.5:
+                world.let_go(kept)
+            else:
+                world.resume(kept, None if rng.random() < 0.5 else int(rng.integers(0, 10)))
+        elif choice < 0.9:
             steps = int(rng.integers(1, world.memory.fused_steps + 1))
-            world.decode(steps, [twin for twin in world.twins if twin.length])
+            world.decode(steps, [twin for twin in world.twins if twin.has_sampled])
         else:
             world.free(pick())
         world.check()
@@ -163,6 +198,8 @@ def test_traffic_waits_and_moves_and_loses_nothing(name):
     for world in worlds:
         for twin in list(world.twins):
             world.free(twin)
+        for kept in list(world.kept):
+            world.let_go(kept)
         world.check()
         metrics = world.memory.metrics()
         assert not any(metrics["live"])

@@ -35,6 +35,11 @@ def code(serial, position, pool):
     return (serial * POSITIONS + position) * POOLS + pool
 
 
+def slot_code(writer, length, pool):
+    """What a slot of state holds after `length` tokens, by who ran the last of them."""
+    return code(writer(length - 1), length, pool)
+
+
 def completing(pool, start, stop):
     """Positions of the tokens that complete an entry; with a stride of 1 all."""
     return [at for at in range(start, stop) if (at + 1) % pool.stride == 0]
@@ -55,8 +60,10 @@ class Device:
         for pool, start, count in zip(plan.sub_pools, self.starts, ids, strict=True):
             self.tables[start : start + count] = pool.unit_count
 
-    def run(self, packet, serials=()):
-        """Runs a packet of one step; `serials[i]` is the request of row i."""
+    def run(self, packet, writers=()):
+        """Runs a packet of one step; `writers[i]` tells the serial of the request that wrote a
+        position of row i's text.
+        """
         found = {
             name: packet.words[start : start + int(np.prod(dims))].reshape(dims)
             for name, (start, dims) in fields(packet.shape).items()
@@ -72,7 +79,7 @@ class Device:
         assert len(set(index[kept].tolist())) == kept.sum(), "a cell is changed twice at once"
         self.tables[index[kept]] = value[kept]
         if packet.shape.rows:
-            self._forward(found, serials)
+            self._forward(found, writers)
 
     def address(self, pool, id_):
         """What the device's mapping holds for an id."""
@@ -102,45 +109,45 @@ class Device:
         units = self.cells[: pool.unit_count * pool.unit_granules].reshape(pool.unit_count, -1)
         units[destinations] = units[sources]
 
-    def _forward(self, found, serials):
+    def _forward(self, found, writers):
         count = found["count"]
-        assert not count[len(serials) :].any()
-        assert (found["row"][len(serials) :] == self.rows).all(), "padding that names a row"
+        assert not count[len(writers) :].any()
+        assert (found["row"][len(writers) :] == self.rows).all(), "padding that names a row"
         assert not found["emit"][count == 0].any(), "a row without a token samples one"
-        rows = [at for at in range(len(serials)) if count[at]]
+        rows = [at for at in range(len(writers)) if count[at]]
         writes = []
         for at in rows:
             span = found["row"][at], int(found["position"][at]), int(count[at])
             assert bool(found["start"][at]) == (span[1] == 0)
             for pool in self.plan.token_pools:
-                self._read_tokens(pool, *span[:2], serials[at])
-                writes += self._token_writes(pool, *span, serials[at])
+                self._read_tokens(pool, *span[:2], writers[at])
+                writes += self._token_writes(pool, *span, writers[at])
             for ordinal, pool in enumerate(self.plan.slot_pools):
                 slot = self.entry(pool, self.address(pool, int(found["slot"][at, ordinal])), 0)
                 if span[1]:
-                    wanted = code(serials[at], span[1], pool.index)
+                    wanted = slot_code(writers[at], span[1], pool.index)
                     assert (self.cells[slot] == wanted).all(), f"{pool.name} is not its own"
-                writes.append((slot, code(serials[at], span[1] + span[2], pool.index)))
+                writes.append((slot, slot_code(writers[at], span[1] + span[2], pool.index)))
         written = np.zeros(self.cells.size, np.int32)
         for span, content in writes:  # all reads came before
             written[span] += 1
             self.cells[span] = content
         assert written.max(initial=0) <= 1, "two entries are written to one granule"
 
-    def _read_tokens(self, pool, row, position, serial):
+    def _read_tokens(self, pool, row, position, writer):
         for at in completing(pool, pool.lifetime.first_kept(position), position):
             page, offset = divmod(at, self.plan.page_tokens)
             entry = self.entry(pool, self.page_address(pool, row, page), offset)
             found = self.cells[entry]
-            assert (found == code(serial, at, pool.index)).all(), (
-                f"{pool.name}: token {at} of request {serial} reads {found.tolist()}"
+            assert (found == code(writer(at), at, pool.index)).all(), (
+                f"{pool.name}: token {at} of request {writer(at)} reads {found.tolist()}"
             )
 
-    def _token_writes(self, pool, row, position, count, serial):
+    def _token_writes(self, pool, row, position, count, writer):
         """What a step writes: a page that the end of the chunk makes invisible is left out."""
         first = pool.lifetime.first_kept(position + count) // self.plan.page_tokens
         for at in completing(pool, position, position + count):
             page, offset = divmod(at, self.plan.page_tokens)
             if page >= first:
                 address = self.page_address(pool, row, page)
-                yield self.entry(pool, address, offset), code(serial, at, pool.index)
+                yield self.entry(pool, address, offset), code(writer(at), at, pool.index)

@@ -2,19 +2,20 @@
 must be left, and what each entry of the arena must hold after the packets ran.
 """
 
-from collections import deque
-from dataclasses import dataclass, is_dataclass
+from collections import Counter, deque
+from dataclasses import is_dataclass
 
 import numpy as np
 
-from tests.host.twin import Device, code, completing, pages_during, pages_held
+from tests.host.texts import Kept, Twin
+from tests.host.twin import Device, code, completing, pages_during, pages_held, slot_code
 from tests.memory.twin import packs_fast
 from unimem_jax.allocator import number_of
 from unimem_jax.errors import OutOfMemory, UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet
 from unimem_jax.plan import Plan
-from unimem_jax.requests import Request, Work
+from unimem_jax.requests import Prefix, Work
 
 SCRATCH = {"marks", "refusals"}  # may change in a call that raises
 
@@ -40,17 +41,6 @@ def frozen(thing, seen=None):
     return [(name, frozen(getattr(thing, name), seen)) for name in names if name not in SCRATCH]
 
 
-@dataclass
-class Twin:
-    """What a request is, without looking into it."""
-
-    request: Request
-    serial: int
-    limit: int
-    length: int = 0
-    peak: tuple[int, ...] | None = None
-
-
 class World:
     """One memory, one twin of the device, and the requests between them."""
 
@@ -60,7 +50,8 @@ class World:
             plan, rows, context, chunk_tokens=chunk, fused_steps=fused, layout=layout
         )
         self.device = Device(plan, rows, context)
-        self.twins = []
+        self.twins, self.kept = [], []
+        self.is_behind = False  # copies wait for the next packets
         self.serial = self.refusals = self.waits = 0
 
     # What must be.
@@ -90,15 +81,59 @@ class World:
             geometry.arena_granules, geometry.unit_granules, geometry.ends, tuple(counts)
         )
 
+    def sharers(self, pool):
+        """Per page of a token sub-pool its sharers and how many of them have a commitment, of all
+        texts.
+        """
+        every, committed = Counter(), Counter()
+        for twin in self.twins:
+            numbers = pages_held(pool.lifetime, twin.length, self.plan.page_tokens)
+            mine = [twin.pages[number] for number in numbers]
+            every.update(mine)
+            committed.update(mine if twin.peak else ())
+        for kept in self.kept:
+            every.update(kept.seen[pool.index])
+        return every, committed
+
+    def used(self):
+        """Units that are held, and those that are promised, of each sub-pool."""
+        held, promised = [], []
+        for pool in self.plan.sub_pools:
+            owed = 0
+            if pool.is_slot:
+                is_running = pool.name == "request"
+                held.append(is_running * sum(t.length > 0 for t in self.twins))
+                held[-1] += is_running * sum(len(kept.slots) for kept in self.kept)
+            else:
+                every, committed = self.sharers(pool)
+                held.append(len(every))
+                if pool.lifetime.kind == "window":
+                    owed = sum(min(committed[page], count - 1) for page, count in every.items())
+            promised.append(owed + sum(self.uncovered(twin)[pool.index] for twin in self.twins))
+        return np.array(held), np.array(promised)
+
+    def uncovered(self, twin):
+        """What a commitment still promises."""
+        mine = self.held(twin.length)
+        return [max(0, most - count) for most, count in zip(twin.peak or mine, mine, strict=True)]
+
     def claims(self, growing=(), fused=False):
         """Units that everything claims: held, committed, and what a step is to add."""
-        targets = {twin.serial: twin.length + count for twin, count in growing}
-        total = np.zeros(len(self.plan.sub_pools), np.int64)
-        for twin in self.twins:
-            target = targets.get(twin.serial, twin.length)
-            during = self.growth(twin.length, target, fused)
-            total += np.maximum(during, twin.peak) if twin.peak else np.array(during)
+        total = sum(self.used())
+        for twin, count in growing:
+            if count > 0 and twin in self.twins:
+                during = self.growth(twin.length, twin.length + count, fused)
+                added = np.array(during) - self.held(twin.length)
+                total += np.maximum(0, added - self.uncovered(twin))
         return total.tolist()
+
+    def claims_with(self, twin):
+        """Units that everything claims beside one more request, which has nothing yet to write."""
+        self.twins.append(twin)
+        try:
+            return self.claims()
+        finally:
+            self.twins.remove(twin)
 
     # What is done.
 
@@ -127,6 +162,88 @@ class World:
         )
         if request is not None:
             self._add(request, limit or self.context)
+
+    def fork(self, twin):
+        """One more request that goes on from where another is."""
+        is_wrong = twin not in self.twins
+        other = Twin(0, **twin.begun(self.plan.page_tokens), limit=twin.limit, peak=twin.peak)
+        fits = len(self.twins) < self.rows and self.packs(self.claims_with(other))
+        request = self.attempt(
+            lambda: self.memory.fork(twin.request), fits=fits or is_wrong, is_wrong=is_wrong
+        )
+        if request is not None:
+            self._begin(request, other)
+
+    def keep(self, twin):
+        """Shares the full pages of a request, and copies its state where it ends with one."""
+        full, part = divmod(twin.length, self.plan.page_tokens)
+        kept = Kept(twin.serial, full * self.plan.page_tokens, twin.pages[:full], twin.past)
+        for pool in self.plan.token_pools:
+            numbers = pages_held(pool.lifetime, twin.length, self.plan.page_tokens)
+            kept.seen[pool.index] = [twin.pages[n] for n in sorted(numbers) if n < full]
+        self.kept.append(kept)
+        fits = self.packs(self.claims())
+        self.kept.remove(kept)
+        shares = self.attempt(lambda: self.memory.share(twin.request, 0, full), fits=fits)
+        if shares is None:
+            return
+        kept.ids, kept.shares = tuple(twin.request.ids[:full]), shares
+        assert {i: len(ids) for i, ids in shares.items()} == {
+            i: len(pages) for i, pages in kept.seen.items()
+        }
+        self.kept.append(kept)
+        copies = self.memory.copies(kept.length)
+        if full and not part and sum(copies) and self.memory.fits(copies):
+            pools = zip(self.plan.slot_pools, twin.request.slots, strict=True)
+            copy = self.memory.allocator.copy_slot
+            kept.slots = tuple(copy(slot, pool.index, committed=False) for pool, slot in pools)
+            self.is_behind = True
+
+    def resume(self, kept, new=None):
+        """A request that begins with what was kept; with a commitment for `new` tokens more."""
+        prefix = Prefix(kept.length, kept.ids, kept.slots)
+        twin = Twin(0, **kept.begun(self.plan.page_tokens), limit=self.context)
+        is_wrong = bool(kept.length and len(kept.slots) < len(self.plan.slot_pools))
+        for pool in self.plan.token_pools:
+            needed = pages_held(pool.lifetime, kept.length, self.plan.page_tokens)
+            every, _ = self.sharers(pool)
+            is_wrong |= any(kept.pages[number] not in every for number in needed)
+        call = lambda: self.memory.open(prefix=prefix)  # noqa: E731
+        if new is not None:
+            prompt = max(1, kept.length)
+            call = lambda: self.memory.admit(prompt, new, prefix=prefix)  # noqa: E731
+            twin.limit = prompt + new
+            is_wrong |= twin.limit > self.context
+            memory = self.memory
+            twin.peak = memory.prices.peak(twin.limit, memory.chunk_tokens, memory.fused_steps)
+            is_wrong |= not self.packs(twin.peak)
+        if not is_wrong:
+            fits = len(self.twins) < self.rows and self.packs(self.claims_with(twin))
+        request = self.attempt(call, fits=is_wrong or fits, is_wrong=is_wrong)
+        if request is not None:
+            self._begin(request, twin)
+
+    def let_go(self, kept):
+        """Gives back what was kept, windows before what is kept for longer."""
+        self.kept.remove(kept)
+        for index in sorted(
+            kept.shares, key=lambda index: self.plan.sub_pools[index].lifetime.tokens or 1 << 30
+        ):
+            self.memory.drop(kept.shares[index], index)
+        for pool, slot in zip(self.plan.slot_pools, kept.slots, strict=False):
+            self.memory.allocator.drop(slot, pool.index)
+
+    def catch_up(self):
+        """Runs what waits for the next packets."""
+        for packet in self.memory.upkeep():
+            self.device.run(packet)
+        self.is_behind = False
+
+    def _begin(self, request, twin):
+        self.serial += 1
+        twin.serial, twin.request = self.serial, request
+        self.twins.append(twin)
+        self.is_behind = True
 
     def admit(self, prompt, new):
         total = prompt + new
@@ -161,12 +278,13 @@ class World:
             lambda: self.memory.prefill(twin.request, np.arange(count)), is_wrong=is_wrong
         )
         for packet in packets or ():
-            self.device.run(packet, [twin.serial] if packet.shape.rows else ())
-        twin.length += count if packets else 0
+            self.device.run(packet, [twin.writer] if packet.shape.rows else ())
+        if packets:
+            self._advance([(twin, count)])
 
     def decode(self, steps, twins):
         growing = [(twin, min(steps, twin.limit - twin.length)) for twin in twins]
-        is_wrong = self._is_wrong(growing) or not twins or any(t.length == 0 for t in twins)
+        is_wrong = self._is_wrong(growing) or not twins or not all(t.has_sampled for t in twins)
         is_wrong = is_wrong or not 0 < steps <= self.memory.fused_steps
         packets = self.attempt(
             lambda: self.memory.decode(steps, [twin.request for twin in twins]),
@@ -177,9 +295,9 @@ class World:
             assert packet.words.shape[0] == (steps if packet.shape.rows else 1)
             for words in packet.words:
                 one = Packet(words, packet.shape)
-                self.device.run(one, [t.serial for t in twins] if one.shape.rows else ())
-        for twin, count in growing:
-            twin.length += count if packets else 0
+                self.device.run(one, [t.writer for t in twins] if one.shape.rows else ())
+        if packets:
+            self._advance(growing)
 
     def free(self, twin):
         self.attempt(lambda: self.memory.free(twin.request), is_wrong=twin not in self.twins)
@@ -190,43 +308,60 @@ class World:
         """All that the twins know, after every call."""
         self.memory.check()
         allocator = self.memory.allocator
-        held = np.zeros(len(self.plan.sub_pools), np.int64)
-        committed = np.zeros_like(held)
-        for twin in self.twins:
-            mine = np.array(self.held(twin.length))
-            held += mine
-            committed += np.maximum(0, np.array(twin.peak) - mine) if twin.peak else 0
-            assert twin.request.length == twin.length
+        held, committed = self.used()
+        assert all(twin.request.length == twin.length for twin in self.twins)
         assert [allocator.live(pool.index) for pool in self.plan.sub_pools] == held.tolist()
         assert allocator.committed == committed.tolist()
         assert self.memory.free_rows == self.rows - len(self.twins)
-        self.device.poison_all_but(list(self._live_entries()))
+        if not self.is_behind:
+            entries = {}
+            for unit, place, entry, content in self._live_entries():
+                assert (self.device.cells[entry] == content).all()
+                assert entries.setdefault((unit, *place), entry) == entry
+            self.device.poison_all_but(list(entries.values()))
 
     def _live_entries(self):
-        """Granules of every entry that a later query sees, checked to hold their own code."""
-        mapping = self.memory.allocator.mapping
+        """(page, (sub-pool, offset), granules, code) of every entry that a later query of somebody
+        may see: all of a page that is held.
+        """
+        page_tokens = self.plan.page_tokens
         for twin in self.twins:
-            request = twin.request
             for pool in self.plan.token_pools:
-                for at in completing(pool, pool.lifetime.first_kept(twin.length), twin.length):
-                    page, offset = divmod(at, self.plan.page_tokens)
-                    address = self.device.page_address(pool, request.row, page)
-                    assert address == mapping[pool.index][number_of(request.ids[page])]
-                    entry = self.device.entry(pool, address, offset)
-                    assert (self.device.cells[entry] == code(twin.serial, at, pool.index)).all()
-                    yield entry
-            for pool, id_ in zip(self.plan.slot_pools, request.slots, strict=False):
-                slot = number_of(id_)
-                address = self.device.address(pool, slot)
-                assert address == mapping[pool.index][slot]
-                entry = self.device.entry(pool, address, 0)
-                wanted = code(twin.serial, twin.length, pool.index)
-                assert (self.device.cells[entry] == wanted).all()
-                yield entry
+                first = pool.lifetime.first_kept(twin.length) // page_tokens * page_tokens
+                for at in completing(pool, first, twin.length):
+                    page = at // page_tokens
+                    address = self.device.page_address(pool, twin.request.row, page)
+                    yield self._entry(pool, twin, at, twin.request.ids[page], address)
+            for pool, id_ in zip(self.plan.slot_pools, twin.request.slots, strict=False):
+                yield self._slot(pool, twin, id_)
+        for kept in self.kept:
+            for pool in self.plan.token_pools:
+                for page in kept.seen[pool.index]:
+                    number = kept.pages.index(page)
+                    start = number * page_tokens
+                    for at in completing(pool, start, start + page_tokens):
+                        yield self._entry(pool, kept, at, kept.ids[number])
+            for pool, id_ in zip(self.plan.slot_pools, kept.slots, strict=False):
+                yield self._slot(pool, kept, id_)
+
+    def _entry(self, pool, text, at, id_, address=None):
+        page, offset = divmod(at, self.plan.page_tokens)
+        wanted = self.memory.allocator.mapping[pool.index][number_of(id_)]
+        assert address in (None, wanted)
+        entry = self.device.entry(pool, int(wanted), offset)
+        content = code(text.writer(at), at, pool.index)
+        return text.pages[page], (pool.index, offset), entry, content
+
+    def _slot(self, pool, text, id_):
+        slot = number_of(id_)
+        address = self.device.address(pool, slot)
+        assert address == self.memory.allocator.mapping[pool.index][slot]
+        content = slot_code(text.writer, text.length, pool.index)
+        return text, (pool.index, 0), self.device.entry(pool, address, 0), content
 
     def _add(self, request, limit):
         self.serial += 1
-        self.twins.append(Twin(request, self.serial, limit))
+        self.twins.append(Twin(self.serial, request=request, limit=limit))
         return self.twins[-1]
 
     def _is_wrong(self, growing):
@@ -240,6 +375,11 @@ class World:
         for packet in upkeep:
             assert packet.shape.rows == 0
             self.device.run(packet)
-        self.device.run(step, [twin.serial for twin, _ in growing])
+        self.device.run(step, [twin.writer for twin, _ in growing])
+        self._advance(growing)
+
+    def _advance(self, growing):
+        self.is_behind = False
         for twin, count in growing:
-            twin.length += count
+            twin.grow(twin.length + count, self.plan.page_tokens)
+            twin.has_sampled |= count > 0

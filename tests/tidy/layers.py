@@ -21,6 +21,7 @@ HOST_LAYERS = (
     ("packet", "page_tables", "price", "watch"),
     ("requests", "outside"),
     ("pending",),
+    ("holdings",),
     ("memory",),
     ("schedule",),
     ("serving", "simulate"),
