@@ -15,7 +15,8 @@ from unimem_jax.picture import Moment, observe
 from unimem_jax.plan import size_text
 from unimem_jax.sampling import Sampling
 from unimem_jax.serving import Completion, Piece, joined
-from unimem_jax.simulate import Simulated, best_split, default_split, simulate
+from unimem_jax.simulate import Simulated, simulate
+from unimem_jax.splits import best_split, default_split
 
 ARENA_BYTES = 3 << 20
 ROWS = 16

@@ -261,7 +261,7 @@ class Holdings:
         The caller dispatches those tokens: growing twice for the same ones would grant twice.
         """
         targets = batch.lengths + batch.counts
-        growing = np.flatnonzero(targets > self._columns.capacity[batch.rows]).tolist()
+        growing = (targets > self._columns.capacity[batch.rows]).nonzero()[0].tolist()
         if not growing:
             return
         demand = covered = (0,) * len(self.plan.sub_pools)

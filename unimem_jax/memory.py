@@ -183,17 +183,17 @@ class Memory(Holdings):
         self._settle(batch)
         return tuple(packets)
 
-    def skip(self, work: Sequence[Work]) -> None:
-        """As `run`, but writes no packets: for simulations, which have no device.
+    def skip(self, requests: Sequence[Request], counts: Sequence[int]) -> np.ndarray:
+        """As `run`, without tokens and packets: for simulations, which have no device.
 
-        Raises:
-          OutOfMemory, UsageError: before anything changed.
+        Returns: int64[requests], their lengths after the step.
         """
-        batch = self._columns.batch(list(work))
+        batch = self._columns.unnamed(requests, counts)
         self._grow(batch)
         self.pending.forget()
         self._columns.advance(batch)
         self._settle(batch)
+        return batch.lengths
 
     def prefill(self, request: Request, tokens: Sequence[int]) -> tuple[Packet, ...]:
         """Packets that run an admitted request's prompt in chunks; the last samples.

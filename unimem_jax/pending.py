@@ -87,10 +87,9 @@ class Pending:
         """Drops what the device has not heard of, where there is no device."""
         ledger = self.allocator.ledger
         for _ in self.allocator.take_moves():
-            ledger.dispatch()
-        for ticket in range(ledger.retired + 1, ledger.dispatched + 1):
-            ledger.retire(ticket)
-        self.allocator.take_changes()
+            ledger.retire(ledger.dispatch())
+        for table in self.allocator.tables:
+            table.dirty_count = 0
         self._changes.clear()
 
     def _blank(self, shape: Shape) -> tuple[Packet, dict[str, np.ndarray]]:

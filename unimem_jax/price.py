@@ -13,12 +13,15 @@ R2  A page is dropped by the step after which no query sees it; it can be grante
     next step on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from unimem_jax.plan import Plan, SubPool, size_text
 from unimem_jax.spec import Lifetime
+
+GROWTHS = 4096  # kept, of those priced last
 
 type Demand = tuple[int, ...]  # units per sub-pool, in the plan's order
 
@@ -67,6 +70,14 @@ class Prices:
 
     def growth(self, length: int, target: int, fused: bool = False) -> Demand:
         """Units to grant before a step that takes a request from `length` to `target` tokens."""
+        return self._growths(length, target, fused)
+
+    @cached_property
+    def _growths(self) -> Callable[[int, int, bool], Demand]:
+        # Most are of one token onto a new page, and come again for every request.
+        return lru_cache(GROWTHS)(self._growth)
+
+    def _growth(self, length: int, target: int, fused: bool) -> Demand:
         return tuple(
             int(pool.is_running and length == 0 < target) if pool.is_slot
             else len(self.new_pages(pool, length, target, fused))
@@ -120,9 +131,9 @@ class Prices:
 
 def add(first: Sequence[int], second: Sequence[int]) -> Demand:
     """The sum of two demands."""
-    return tuple(a + b for a, b in zip(first, second, strict=True))
+    return tuple([a + b for a, b in zip(first, second, strict=True)])
 
 
 def less(first: Sequence[int], second: Sequence[int]) -> Demand:
     """What of the first demand the second leaves."""
-    return tuple(a - b for a, b in zip(first, second, strict=True))
+    return tuple([a - b for a, b in zip(first, second, strict=True)])

@@ -59,11 +59,7 @@ class Rows:
             numbers of 0 or more.
         """
         requests = [item.request for item in work]
-        taken = [request.row for request in requests]
-        if len(set(taken)) < len(taken):
-            raise UsageError("a request takes part in a step once")
-        rows = np.array(taken, np.int64)
-        counts = int32([item.count for item in work], "counts of new tokens").astype(np.int64)
+        rows, counts = self._cells(requests, [item.count for item in work])
         named = {
             at: _named_tokens(item.tokens, item.count)
             for at, item in enumerate(work)
@@ -71,7 +67,6 @@ class Rows:
         }
         emits = np.array([item.emit for item in work], np.bool_)
         batch = Batch(self, requests, rows, counts, emits, named)
-        self._require_growth(batch)
         follows = counts > 0
         follows[list(named)] = False
         if (counts[follows] > 1).any():
@@ -80,26 +75,47 @@ class Rows:
         self.require_sampled(rows[follows])
         return batch
 
+    def unnamed(self, requests: "Sequence[Request]", counts: Sequence[int]) -> "Batch":
+        """As `batch`, for tokens that nobody names; each request samples after its last one."""
+        rows, exact = self._cells(requests, counts)
+        return Batch(self, requests, rows, exact, exact > 0, {})
+
+    def _cells(
+        self, requests: "Sequence[Request]", counts: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of requests and their counts of new tokens, int64[requests] each.
+
+        Raises:
+          UsageError: as `batch`, but for token ids.
+        """
+        taken = [request.row for request in requests]
+        if len(set(taken)) < len(taken):
+            raise UsageError("a request takes part in a step once")
+        if len(counts) != len(taken):
+            raise UsageError(f"{len(taken)} requests take as many counts, not {len(counts)}")
+        rows, exact = np.array(taken, np.int64), np.asarray(counts)
+        if exact.dtype != np.int64:
+            exact = int32(counts, "counts of new tokens").astype(np.int64)
+        holders = self.holders
+        for request in requests:
+            if request.rows is not self or holders[request.row] is not request:
+                self.require_held(request)  # and it raises
+        most = self.limit[rows] - self.length[rows]
+        is_wrong = (exact < 0) | (exact > most)
+        if np.count_nonzero(is_wrong):
+            at = int(np.argmax(is_wrong))
+            request = requests[at]
+            raise UsageError(
+                f"a request of {request.limit} tokens at most cannot grow from "
+                f"{request.length} by {exact[at]}"
+            )
+        return rows, exact
+
     def advance(self, batch: "Batch") -> None:
         """Counts a batch's tokens as dispatched."""
         runs = batch.counts > 0
         self.length[batch.rows] += batch.counts
         self.has_sampled[batch.rows[runs]] = batch.emits[runs]
-
-    def _require_growth(self, batch: "Batch") -> None:
-        """Raises UsageError unless all requests are held here and stay within their limits."""
-        holders = self.holders
-        for request in batch.requests:
-            if request.rows is not self or holders[request.row] is not request:
-                self.require_held(request)  # and it raises
-        limits, targets = self.limit[batch.rows], self.length[batch.rows] + batch.counts
-        is_wrong = (batch.counts < 0) | (targets > limits)
-        if is_wrong.any():
-            at = int(np.argmax(is_wrong))
-            raise UsageError(
-                f"a request of {limits[at]} tokens at most cannot grow from "
-                f"{batch.requests[at].length} by {batch.counts[at]}"
-            )
 
     def require_held(self, request: "Request") -> None:
         """Raises UsageError for a request that was freed, or one of another memory."""

@@ -7,8 +7,9 @@ from unimem_jax.errors import UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.plan import plan
 from unimem_jax.schedule import Limits
-from unimem_jax.simulate import best_split, default_split, simulate
+from unimem_jax.simulate import simulate
 from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, request, window
+from unimem_jax.splits import best_split, default_split
 
 
 def hybrid(context_bytes, window_bytes, window_tokens, slot_bytes=0):

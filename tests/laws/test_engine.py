@@ -17,7 +17,7 @@ import unimem_jax as um
 from unimem_jax.allocator import Split
 from unimem_jax.engine import Engine
 from unimem_jax.serving import Completion
-from unimem_jax.simulate import default_split
+from unimem_jax.splits import default_split
 
 NEW_TOKENS = 20
 MARGIN = 1e-3

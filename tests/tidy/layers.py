@@ -25,6 +25,7 @@ HOST_LAYERS = (
     ("memory",),
     ("schedule",),
     ("serving", "simulate"),
+    ("splits",),
     ("output",),
 )
 JAX_LAYERS = (
