@@ -148,13 +148,18 @@ def schedule[G: Generation](
     Cost: a few microseconds per running generation.
     """
     budget, demand = limits.budget_tokens, (0,) * len(prices.plan.sub_pools)
+    page_tokens, chunk_tokens = prices.plan.page_tokens, limits.chunk_tokens
     work = []
-    for generation in queue.running:
-        known, computed = generation.known, generation.computed
-        count = min(budget, limits.chunk_tokens, known - computed)
+    for generation in queue.running:  # the hot loop: no call for who stays within a page
+        computed = generation.computed
+        count = generation.known - computed
+        if count > chunk_tokens:
+            count = chunk_tokens
+        if count > budget:
+            count = budget
         budget -= count
         work.append((generation, count))
-        if prices.pages(computed) != prices.pages(computed + count):  # mostly a page has room
+        if count > -computed % page_tokens:
             demand = add(demand, prices.growth(computed, computed + count))
     retracted = []
     while work and not fits(demand):
@@ -183,7 +188,7 @@ def schedule[G: Generation](
         demand = add(demand, growth)
         work.append((generation, count))
         admitted.append(generation)
-    working = tuple((generation, count) for generation, count in work if count)
+    working = tuple([item for item in work if item[1]])
     return StepPlan(tuple(retracted), tuple(admitted), working)
 
 
