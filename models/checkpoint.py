@@ -17,7 +17,7 @@ from jax import Array
 from unimem_jax.errors import UsageError
 from unimem_jax.spec import Site
 
-from .decoder import EMBEDDING, HEAD, Attention, Decoder, Norm, Sizes
+from .decoder import EMBEDDING, HEAD, Attention, Decoder, Feed, FeedForward, Norm, Shapes, Sizes
 from .fields import Fields
 from .folder import Folder, OnTensor, read_object
 from .hub_text import HubText, read_text
@@ -38,26 +38,37 @@ class Checkpoint(Protocol):
         """One tensor, converted to `dtype` if given."""
         ...
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
     def require(self, expected: Mapping[str, Sequence[int]], ignored: Collection[str] = ()) -> None:
         """Raises UsageError unless it holds tensors of exactly these names and shapes."""
         ...
 
 
-def read_sizes(fields: Fields, *, is_tied: bool | None = None) -> Sizes:
-    """What surrounds the mixers of a decoder.
+def read_sizes(
+    fields: Fields, *, is_tied: bool | None = None, context: str = "max_position_embeddings"
+) -> Sizes:
+    """What surrounds the layers of a decoder.
 
     Args:
       is_tied: goes before the field, if given.
+      context: the field that has the longest sequence.
     """
     return Sizes(
         vocab=fields.count("vocab_size"),
         width=fields.count("hidden_size"),
-        hidden=fields.count("intermediate_size"),
-        context_tokens=fields.count("max_position_embeddings"),
+        context_tokens=fields.count(context),
         is_tied=fields.flag("tie_word_embeddings") if is_tied is None else is_tied,
         start_token=fields.token("bos_token_id"),
         end_tokens=fields.tokens("eos_token_id"),
     )
+
+
+def dense_feed(fields: Fields, layer: int) -> FeedForward:
+    """The feed-forward of any layer of a network without experts."""
+    return Feed(fields.count("hidden_size"), fields.count("intermediate_size"))
 
 
 def full_attention(fields: Fields, token_dtype: str, *, norms_heads: bool) -> Decoder:
@@ -73,7 +84,8 @@ def full_attention(fields: Fields, token_dtype: str, *, norms_heads: bool) -> De
         Attention(Site(layer), width, heads, rotary=rotary, token_dtype=token_dtype, norm=of_heads)
         for layer in range(fields.layers())
     ]
-    return Decoder(read_sizes(fields), mixers, norm)
+    blocks = [(mixer, dense_feed(fields, layer)) for layer, mixer in enumerate(mixers)]
+    return Decoder(read_sizes(fields), blocks, norm)
 
 
 def load_folder(
@@ -122,17 +134,17 @@ def read_params(
       UsageError: a tensor that is missing, extra, misshapen or quantised.
     Cost: the bytes of all tensors, and of the largest once more where it is converted.
     """
-    shapes = decoder.shapes()
-    stored = {
-        name: start + name.removeprefix("model.") if name.startswith("model.") else name
-        for name in shapes
-    }
+    shapes, stored = decoder.shapes(), {}
+    for name, ways in decoder.forms().items():
+        found = [{_stored_name(n, start): shape for n, shape in way.items()} for way in ways]
+        # The one of which most is there: what is missing of it is then named.
+        stored[name] = max(found, key=lambda way: sum(map(checkpoint.holds, way)) / len(way))
     # A file may hold the tied head once more.
     unread = [*ignored, HEAD] if decoder.sizes.is_tied else ignored
-    checkpoint.require({stored[name]: shape for name, shape in shapes.items()}, unread)
+    checkpoint.require({n: shape for way in stored.values() for n, shape in way.items()}, unread)
     # The largest comes first, while little else is held.
     return {
-        name: _placed(checkpoint.tensor(stored[name], "float32" if len(shape) == 1 else dtype))
+        name: _placed(_joined(checkpoint, stored[name], shape, dtype))
         for name, shape in sorted(shapes.items(), key=lambda one: -math.prod(one[1]))
     }
 
@@ -142,6 +154,28 @@ def require_served(dtype: str) -> str:
     if dtype not in SERVED_DTYPES:
         raise UsageError(f"weights are {', '.join(SERVED_DTYPES)}, not {dtype!r}")
     return dtype
+
+
+def _stored_name(name: str, start: str) -> str:
+    return start + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def _joined(
+    checkpoint: Checkpoint, tensors: Shapes, shape: tuple[int, ...], dtype: str
+) -> np.ndarray:
+    """A parameter of this shape out of its tensors, one behind the other."""
+    dtype = "float32" if len(shape) == 1 else dtype
+    if len(tensors) == 1:
+        (name,) = tensors
+        found = checkpoint.tensor(name, dtype)
+        return found if found.shape == shape else found.reshape(shape)
+    joined = np.empty(shape, np.dtype(dtype))
+    flat, at = joined.reshape(-1), 0
+    for name in tensors:
+        piece = checkpoint.tensor(name, dtype)
+        flat[at : at + piece.size] = piece.reshape(-1)
+        at += piece.size
+    return joined
 
 
 def _placed(tensor: np.ndarray) -> Array:

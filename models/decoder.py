@@ -1,12 +1,14 @@
-"""A decoder as hub folders hold it: embedding, layers of a mixer and a gated feed-forward, head.
+"""A decoder as hub folders hold it: embedding, layers of a mixer and a feed-forward, head.
 
-Flax NNX modules whose attributes are named as the hub names tensors. A family makes the mixers of
-its layers, as `Mixer` describes them; `Attention` is here since every family has it.
+Flax NNX modules whose attributes are named as the hub names tensors. A family makes the mixers and
+the feed-forwards of its layers, as `Mixer` and `FeedForward` describe them; `Attention` and the
+gated `Feed` are here since nearly every family has them.
 
-    x = x + mixer(norm(x));  x = x + down(silu(gate(y)) * up(y)), y = norm(x)      in each layer
+    x = x + mixer(norm(x));  x = x + feed(norm(x))      in each layer
 
 N1  The path of a parameter in the modules is the name of its tensor in a text model's folder, and
     parameters are one flat dictionary: loading changes nothing but dtypes. A matrix is [out, in].
+    What a folder holds otherwise, such as experts one by one, is listed as `forms`.
 N2  Vectors (norms, decays, biases) are float32. Norm statistics, rotary angles, gates and logits
     are computed in float32; everything else in the dtype of the matrices.
 N3  `apply` is pure. The graph of modules stays on the model and holds shapes only; arrays come with
@@ -34,6 +36,9 @@ HEAD = "lm_head.weight"
 PRECISION = lax.Precision.HIGHEST  # float32 weights are multiplied as such on a GPU too
 
 type Shapes = dict[str, tuple[int, ...]]
+# How folders hold parameters that are not one tensor of the same name and shape: for each, one or
+# more ways, each of them tensors that one behind the other have the parameter's elements.
+type Forms = dict[str, tuple[Shapes, ...]]
 type Mixed = tuple[Array, dict[PartKey, Array], Any]  # to add to the input, fresh parts, views
 
 
@@ -89,14 +94,13 @@ class Sizes:
     """Sizes of a decoder around its mixers.
 
     Attributes:
-      width, hidden: channels between layers, and inside a feed-forward.
+      width: channels between layers.
       is_tied: the head is the embedding.
       end_tokens: each ends a text when sampled.
     """
 
     vocab: int
     width: int
-    hidden: int
     context_tokens: int
     is_tied: bool = False
     start_token: int | None = None
@@ -105,6 +109,8 @@ class Sizes:
 
 class Mixer(Protocol):
     """How a layer mixes tokens: an NNX module.
+
+    Where it has a method `forms() -> Forms`, names there begin within the layer.
 
     Attributes:
       name: what the hub calls it within a layer.
@@ -118,6 +124,18 @@ class Mixer(Protocol):
 
     def __call__(self, x: Array, views: Any) -> Mixed:
         """[R, T, width] -> (what to add to the input, fresh token parts, views)."""
+        ...
+
+
+class FeedForward(Protocol):
+    """What a layer does to each token alone: an NNX module; `name` and `forms` as in `Mixer`."""
+
+    name: str
+
+    def __call__(self, x: Array, valid: Array) -> Array:
+        """[R, T, width] -> what to add to the input; a token that is not valid may get anything
+        finite.
+        """
         ...
 
 
@@ -189,44 +207,48 @@ class Attention(nnx.Module):
 class Feed(nnx.Module):
     """Gated feed-forward [Shazeer 2020, arXiv:2002.05202]: down(silu(gate x) * up x)."""
 
+    name = "mlp"
+
     def __init__(self, width: int, hidden: int):
         self.gate_proj = Matrix(hidden, width)
         self.up_proj = Matrix(hidden, width)
         self.down_proj = Matrix(width, hidden)
 
-    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        """Shape and dtype of `x`."""
+    def __call__(
+        self, x: Float[Array, "*batch width"], valid: Array | None = None
+    ) -> Float[Array, "*batch width"]:
+        """Shape and dtype of `x`; `valid` makes no difference."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nnx.Module):
-    """A mixer and a feed-forward, each added to what comes in."""
+    """A mixer and a feed-forward, each added to what comes in; attributes have the hub's names."""
 
-    def __init__(self, mixer: Mixer, sizes: Sizes, norm: MakeNorm):
-        self.mixer_name = mixer.name
-        self.input_layernorm = norm(sizes.width)
+    def __init__(self, mixer: Mixer, feed: FeedForward, width: int, norm: MakeNorm):
+        self.mixer_name, self.feed_name = mixer.name, feed.name
+        self.input_layernorm = norm(width)
         setattr(self, mixer.name, mixer)
-        self.post_attention_layernorm = norm(sizes.width)
-        self.mlp = Feed(sizes.width, sizes.hidden)
-
-    @property
-    def mixer(self) -> Mixer:
-        """Under the hub's name it is an attribute."""
-        return getattr(self, self.mixer_name)
+        self.post_attention_layernorm = norm(width)
+        setattr(self, feed.name, feed)
 
     def __call__(self, x: Float[Array, "requests tokens width"], views: Any) -> Mixed:
         """(x after this layer, fresh token parts, views)."""
-        added, fresh, views = self.mixer(self.input_layernorm(x), views)
+        mixer: Mixer = getattr(self, self.mixer_name)
+        feed: FeedForward = getattr(self, self.feed_name)
+        added, fresh, views = mixer(self.input_layernorm(x), views)
         x = x + added
-        return x + self.mlp(self.post_attention_layernorm(x)), fresh, views
+        return x + feed(self.post_attention_layernorm(x), views.valid), fresh, views
+
+
+type Blocks = Sequence[tuple[Mixer, FeedForward]]  # one per layer
 
 
 class Body(nnx.Module):
     """Embedding, layers, and the norm of the tokens that the views select."""
 
-    def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: MakeNorm):
+    def __init__(self, sizes: Sizes, blocks: Blocks, norm: MakeNorm):
         self.embed_tokens = Matrix(sizes.vocab, sizes.width)
-        self.layers = nnx.List([Layer(mixer, sizes, norm) for mixer in mixers])
+        self.layers = nnx.List([Layer(*block, sizes.width, norm) for block in blocks])
         self.norm = norm(sizes.width)
 
     def __call__(self, tokens: Int32[Array, "requests new"], views: Any) -> Mixed:
@@ -242,8 +264,8 @@ class Body(nnx.Module):
 class Network(nnx.Module):
     """A body and its head, which may be the embedding."""
 
-    def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: MakeNorm):
-        self.model = Body(sizes, mixers, norm)
+    def __init__(self, sizes: Sizes, blocks: Blocks, norm: MakeNorm):
+        self.model = Body(sizes, blocks, norm)
         self.lm_head = None if sizes.is_tied else Matrix(sizes.vocab, sizes.width)
 
     def __call__(self, tokens: Int32[Array, "requests new"], views: Any) -> Mixed:
@@ -260,13 +282,22 @@ class Decoder:
       vocab_size, context_tokens, start_token, end_tokens: of the configuration.
     """
 
-    def __init__(self, sizes: Sizes, mixers: Sequence[Mixer], norm: MakeNorm):
+    def __init__(self, sizes: Sizes, blocks: Blocks, norm: MakeNorm):
         """Makes the graph and no arrays."""
         self.sizes = sizes
         self.vocab_size, self.context_tokens = sizes.vocab, sizes.context_tokens
         self.start_token, self.end_tokens = sizes.start_token, sizes.end_tokens
-        self._parts = tuple(part for mixer in mixers for part in mixer.parts())
-        self._graph, state = nnx.split(Network(sizes, mixers, norm))
+        self._parts = tuple(part for mixer, _ in blocks for part in mixer.parts())
+        self._forms = {
+            f"model.layers.{layer}.{name}": tuple(
+                {f"model.layers.{layer}.{tensor}": shape for tensor, shape in way.items()}
+                for way in ways
+            )
+            for layer, block in enumerate(blocks)
+            for module in block
+            for name, ways in getattr(module, "forms", dict)().items()
+        }
+        self._graph, state = nnx.split(Network(sizes, blocks, norm))
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
         self._shapes = {
             ".".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves
@@ -279,6 +310,12 @@ class Decoder:
     def shapes(self) -> Shapes:
         """Name and shape of every parameter (N1)."""
         return dict(self._shapes)
+
+    def forms(self) -> Forms:
+        """How folders hold every parameter; most are one tensor."""
+        return {
+            name: self._forms.get(name, ({name: shape},)) for name, shape in self._shapes.items()
+        }
 
     def apply(
         self, params: Mapping[str, Array], tokens: Int32[Array, "requests new"], views: Any

@@ -80,9 +80,13 @@ def delta_rule(tokens: Tokens, memory: Memory) -> tuple[Mixed, Memory]:
 
 
 def delta_step(tokens: Tokens, memory: Memory) -> tuple[Mixed, Memory]:
-    """One token, T = 1: about 7 Dk Dv floating point operations per head, as the sums say."""
+    """One token, T = 1: about 7 Dk Dv floating point operations per head, as the sums say.
+
+    Args:
+      tokens: with a decay per head, or one per head and key channel, as in `kda`.
+    """
     query, key, value, decay, strength = (part[:, 0] for part in tokens)
-    memory = memory * jnp.exp(decay)[:, :, None, None]
+    memory = memory * jnp.exp(decay).reshape(*decay.shape[:2], -1, 1)
     held = jnp.sum(memory * key[:, :, :, None], axis=2)
     change = (value - held) * strength[:, :, None]
     memory = memory + key[:, :, :, None] * change[:, :, None, :]
@@ -100,7 +104,7 @@ def delta_chunks(tokens: Tokens, memory: Memory, chunk: int = CHUNK_TOKENS) -> t
     """
     length = tokens.query.shape[1]
     chunk = min(chunk, 1 << (length - 1).bit_length())
-    blocks = Tokens(*(_in_chunks(part, chunk) for part in tokens))
+    blocks = Tokens(*(in_chunks(part, chunk) for part in tokens))
     total = jnp.cumsum(blocks.decay, axis=-1)
     kept = _kept_between(total)
     keys = jnp.swapaxes(blocks.key, -1, -2)
@@ -150,7 +154,7 @@ def unit_lower_inverse(strict: Float[Array, "*batch c c"]) -> Float[Array, "*bat
     return inverse[..., 0, :, :]
 
 
-def _in_chunks(part: Array, chunk: int) -> Array:
+def in_chunks(part: Array, chunk: int) -> Array:
     """[R, T, H, ...] -> [chunks, R, H, chunk, ...], padded with zeros, which change nothing."""
     requests, tokens, heads, *rest = part.shape
     count = -(-tokens // chunk)

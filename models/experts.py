@@ -23,6 +23,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int32
 
 LARGEST_BLOCK = 32  # rows; larger ones gain nothing on a CPU and pad more
+TOTAL_EPSILON = 1e-20  # of weights in proportion, as in the reference
 
 
 def choose_experts(
@@ -34,6 +35,38 @@ def choose_experts(
     """
     largest, chosen = lax.top_k(logits.astype(jnp.float32), count)
     return chosen.astype(jnp.int32), jax.nn.softmax(largest, axis=-1)
+
+
+def choose_by_sigmoid(
+    logits: Float[Array, "tokens experts"],
+    correction: Float[Array, " experts"],
+    count: int,
+    *,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+) -> tuple[Int32[Array, "tokens chosen"], Float[Array, "tokens chosen"]]:
+    """The `count` experts of the largest sigmoid plus correction, and their sigmoids in proportion.
+
+    Args:
+      correction: per expert; only the choice sees it.
+      groups: into how many equal groups experts fall, and how many of them a token may choose from:
+        those whose two best experts have the largest sum.
+      scale: what the weights of a token add up to.
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2, without auxiliary losses.
+    """
+    scores = jax.nn.sigmoid(logits.astype(jnp.float32))
+    ranked = scores + correction.astype(jnp.float32)[None, :]
+    if groups[0] > groups[1]:
+        by_group = ranked.reshape(ranked.shape[0], groups[0], -1)
+        best = lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(axis=-1)
+        _, allowed = lax.top_k(best, groups[1])
+        is_allowed = (allowed[:, :, None] == jnp.arange(groups[0])[None, None, :]).any(axis=1)
+        by_group = jnp.where(is_allowed[:, :, None], by_group, -jnp.inf)
+        ranked = by_group.reshape(ranked.shape)
+    _, chosen = lax.top_k(ranked, count)
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + TOTAL_EPSILON
+    return chosen.astype(jnp.int32), weights / total * scale
 
 
 def mix_experts(

@@ -53,6 +53,20 @@ class Fields:
             raise self.refusal(name, "a positive integer")
         return value
 
+    def count_to(self, name: str, most: int) -> int:
+        """A positive integer of at most `most`."""
+        value = self.count(name)
+        if value > most:
+            raise self.refusal(name, f"at most {most}")
+        return value
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        """A list of positive integers."""
+        value = self.get(name)
+        if not isinstance(value, list) or any(type(one) is not int or one < 1 for one in value):
+            raise self.refusal(name, "a list of positive integers")
+        return tuple(value)
+
     def positive(self, name: str, default: float) -> float:
         """A positive number, `default` if absent."""
         value = self.get(name, default)

@@ -86,6 +86,10 @@ class Folder:
         """Tensors that nobody has asked for and that `require` was not told to ignore."""
         return tuple(name for name in sorted(self._expected) if name not in self._asked)
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._where
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor.
 

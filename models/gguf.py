@@ -83,6 +83,10 @@ class Weights:
         heads = self.interleaved.get(stored.split(".")[-2])
         return found if heads is None else paired_halves(found, heads)
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of this name in a hub folder."""
+        return gguf_name(name) in self.file.shapes
+
     def require(self, expected: Mapping[str, Sequence[int]], ignored: Collection[str] = ()) -> None:
         """As `Folder.require`; names the tensors as the file does."""
         self.file.require(

@@ -2,7 +2,8 @@
 
 Every fourth layer is attention: gated, and turning a quarter of each head. Norms are centred, but
 for the one inside DeltaNet. A folder of the model with vision is read for its text: `model.visual.`
-and the drafting layers `mtp.` stay unread.
+and the drafting layers `mtp.` stay unread. Families that differ in their feed-forwards, or in how
+their DeltaNet is stored, are read by the same functions.
 
     qkv = silu(conv(in_proj_qkv x))      z, a, b = in_proj_z x, in_proj_a x, in_proj_b x
     out_proj(norm(delta_rule(qkv, a, b)) * silu(z))
@@ -10,6 +11,7 @@ and the drafting layers `mtp.` stay unread.
 Text has one position per token, so the three interleaved kinds of rotary position are one.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from jaxtyping import Float
 
 from unimem_jax.spec import REQUEST, Part, Site
 
-from .checkpoint import Loaded, load_folder, read_sizes
+from .checkpoint import Loaded, dense_feed, load_folder, read_sizes
 from .decoder import (
     Attention,
     Decoder,
+    FeedForward,
     MakeNorm,
     Matrix,
     Mixed,
@@ -75,17 +78,25 @@ class DeltaNet(nnx.Module):
     ):  # fmt: skip
         """Declares the layer; `norm` is that of each value head."""
         self.site, self.heads, self.sizes, self.taps = site, heads, sizes, taps
-        values = heads[1] * sizes[1]
-        self.channels = 2 * heads[0] * sizes[0] + values
-        self.in_proj_qkv = Matrix(self.channels, width)
-        self.in_proj_z = Matrix(values, width)
-        self.in_proj_a = Matrix(heads[1], width)
-        self.in_proj_b = Matrix(heads[1], width)
+        self.values = heads[1] * sizes[1]
+        self.channels = 2 * heads[0] * sizes[0] + self.values
+        self.declare_inputs(width)
         self.conv1d = Taps(self.channels, taps)
         self.A_log = parameter(heads[1])
         self.dt_bias = parameter(heads[1])
         self.norm = norm(sizes[1])
-        self.out_proj = Matrix(width, values)
+        self.out_proj = Matrix(width, self.values)
+
+    def declare_inputs(self, width: int) -> None:
+        """Makes the matrices that `inputs` uses."""
+        self.in_proj_qkv = Matrix(self.channels, width)
+        self.in_proj_z = Matrix(self.values, width)
+        self.in_proj_a = Matrix(self.heads[1], width)
+        self.in_proj_b = Matrix(self.heads[1], width)
+
+    def inputs(self, x: Array) -> tuple[Array, Array, Array, Array]:
+        """[R, T, ...]: queries, keys and values side by side; output gates; rates; strengths."""
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_a(x), self.in_proj_b(x)
 
     def parts(self) -> tuple[Part, ...]:
         """As `Mixer.parts`."""
@@ -97,7 +108,7 @@ class DeltaNet(nnx.Module):
 
     def __call__(self, x: Float[Array, "requests tokens width"], views: Any) -> Mixed:
         """As `Mixer.__call__`; no token parts."""
-        inputs = self.in_proj_qkv(x).astype(jnp.float32)
+        inputs, gate, rate, strength = (part.astype(jnp.float32) for part in self.inputs(x))
         taps = self.conv1d.weight[...][:, 0, :].astype(jnp.float32).T
         tail, views = views.read(self.site, "conv")
         lengths = views.valid.sum(axis=1, dtype=jnp.int32)
@@ -105,14 +116,14 @@ class DeltaNet(nnx.Module):
         views = views.write(self.site, "conv", tail)
 
         memory, views = views.read(self.site, "state")
-        read, memory = delta_rule(self._tokens(jax.nn.silu(mixed), x, views.valid), memory)
+        tokens = self._tokens(jax.nn.silu(mixed), rate, strength, views.valid)
+        read, memory = delta_rule(tokens, memory)
         views = views.write(self.site, "state", memory)
 
-        gate = self.in_proj_z(x).astype(jnp.float32)
         read = self.norm(read).reshape(gate.shape) * jax.nn.silu(gate)
         return self.out_proj(read.astype(x.dtype)), {}, views
 
-    def _tokens(self, mixed: Array, x: Array, valid: Array) -> Tokens:
+    def _tokens(self, mixed: Array, rate: Array, strength: Array, valid: Array) -> Tokens:
         """Splits channels into heads; a token that is not valid is made to change nothing."""
         (key_heads, heads), (key_size, _) = self.heads, self.sizes
         kept = valid[:, :, None]
@@ -124,10 +135,9 @@ class DeltaNet(nnx.Module):
             jnp.repeat(unit(split_heads(part, key_heads)), heads // key_heads, axis=2)
             for part in (query, key)
         )
-        rate = self.in_proj_a(x).astype(jnp.float32)
         rate = jax.nn.softplus(rate + self.dt_bias[...][None, None, :])
         decay = -jnp.exp(self.A_log[...])[None, None, :] * rate
-        strength = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        strength = jax.nn.sigmoid(strength)
         return Tokens(
             query=query * key_size**-0.5,
             key=key,
@@ -137,11 +147,19 @@ class DeltaNet(nnx.Module):
         )
 
 
-def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
+# Gives the feed-forward of a layer that a configuration describes.
+type MakeFeed = Callable[[Fields, int], FeedForward]
+
+
+def read_decoder(
+    fields: Fields, token_dtype: str, *,
+    feed: MakeFeed = dense_feed, delta_net: type[DeltaNet] = DeltaNet,
+) -> Decoder:  # fmt: skip
     """The text network that a `config.json` describes, with or without vision around it.
 
     Args:
       token_dtype: stored dtype of keys and values, a name from `spec.STORED_DTYPES`.
+      feed, delta_net: those of a family.
     Raises:
       UsageError: a field is missing, contradicts another, or asks for what is not computed here.
     """
@@ -163,11 +181,11 @@ def read_decoder(fields: Fields, token_dtype: str) -> Decoder:
                 rotary=rotary, token_dtype=token_dtype, norm=centred, is_gated=True,
             )  # fmt: skip
         delta_heads, sizes, taps = _delta_sizes(fields)
-        return DeltaNet(Site(layer), width, delta_heads, sizes=sizes, taps=taps, norm=plain)
+        return delta_net(Site(layer), width, delta_heads, sizes=sizes, taps=taps, norm=plain)
 
     is_tied = fields.flag("tie_word_embeddings", outer.flag("tie_word_embeddings"))
-    sizes = read_sizes(fields, is_tied=is_tied)
-    return Decoder(sizes, [mixer(layer) for layer in range(len(kinds))], centred)
+    blocks = [(mixer(layer), feed(fields, layer)) for layer in range(len(kinds))]
+    return Decoder(read_sizes(fields, is_tied=is_tied), blocks, centred)
 
 
 def load(

@@ -1,7 +1,8 @@
 """Rotary positions as a hub configuration describes them: plain or stretched, as YaRN or Llama 3.
 
 This reads the description and turns queries and keys. It does not rescale attention scores: YaRN's
-factor multiplies cosine and sine, and so reaches the scores through both queries and keys.
+factor multiplies cosine and sine, and so reaches the scores through both queries and keys. Where
+only a slice of a key turns, a family multiplies its scores by `Rotary.score_scale` instead.
 """
 
 import math
@@ -21,7 +22,7 @@ KNOWN = {
     "default": {"rope_type", "type", "rope_theta"},
     "yarn": {
         "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
-        "beta_fast", "beta_slow", "truncate", "attention_factor",
+        "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
     },
     "factors": {"rope_type", "rope_theta", "factors"},  # one per pair, as in GGUF files
     "llama3": {
@@ -38,10 +39,12 @@ class Rotary:
     Attributes:
       frequencies: radians per token; channel i of a head is paired with channel i + half.
       scale: factor of cosine and sine.
+      score_scale: factor of scores, for attention whose keys have channels that do not turn.
     """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
+    score_scale: float = 1.0
 
     def table(
         self, positions: Int32[Array, "requests tokens"]
@@ -63,6 +66,13 @@ def turn(
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [low * cosine - high * sine, high * cosine + low * sine]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def turn_pairs(
+    x: Float[Array, "requests tokens heads head"], table: tuple[Array, Array]
+) -> Float[Array, "requests tokens heads head"]:
+    """As `turn`, but with neighbours paired; first the one of every pair, then the other."""
+    return turn(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), table)
 
 
 def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
@@ -116,13 +126,22 @@ def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
     last = last + 0.001 if first == last else last  # a ramp, however steep
     stretched = np.clip((np.arange(head // 2) - first) / (last - first), 0, 1)
     frequencies = plain * (1 - stretched) + plain / factor * stretched
-    natural = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    of_turned, of_all = (given.get(name, 0) and _number(given, name, field) for name in _MSCALES)
+    natural = _stretch(factor, 1)
+    if of_turned and of_all:
+        natural = _stretch(factor, of_turned) / _stretch(factor, of_all)
     scale = _number(given, "attention_factor", field, natural)
-    return Rotary(tuple(frequencies.tolist()), scale)
+    return Rotary(tuple(frequencies.tolist()), scale, _stretch(factor, of_all) ** 2)
 
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_MSCALES = ("mscale", "mscale_all_dim")  # of DeepSeek
 _TURNS = ("low_freq_factor", "high_freq_factor")
+
+
+def _stretch(factor: float, share: float) -> float:
+    """How much larger scores are to be where positions are stretched by `factor`."""
+    return 0.1 * share * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _llama3(plain: np.ndarray, factor: float, trained: float, turns: list[float]) -> Rotary:

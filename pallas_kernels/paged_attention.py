@@ -44,6 +44,7 @@ def attend(
     window: int | None = None,
     sinks: Float[Array, " query_heads"] | None = None,
     soft_cap: float | None = None,
+    fresh_mask: Bool[Array, "requests new new"] | None = None,
 ) -> Float[Array, "requests new query_heads value_head"]:
     """Attention over (past, fresh); query head h reads key head `h // (Hq // Hk)`.
 
@@ -56,6 +57,8 @@ def attend(
       window: a fresh token s is seen by t only if t - s < window; None: no limit.
       sinks: score, one per query head, of a token without a value.
       soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
+      fresh_mask: which of the fresh tokens (last axis) that a query (middle axis) sees it is left
+        with, the token itself included; None: all.
     Returns:
       The dtype of `query`.
     Raises:
@@ -65,7 +68,11 @@ def attend(
     """
     _require_options(query, fresh, valid, window=window, sinks=sinks, soft_cap=soft_cap)
     _require_past(query, fresh, past, past_mask)
-    parts = [(fresh, _fresh_mask(valid, window))]
+    seen = _fresh_mask(valid, window)
+    if fresh_mask is not None:
+        _require_fresh_mask(query, fresh_mask)
+        seen &= fresh_mask
+    parts = [(fresh, seen)]
     if past is not None and past_mask is not None:
         parts.insert(0, (past, past_mask))
     return _attend(query, tuple(parts), sinks, scale, soft_cap)
@@ -175,6 +182,15 @@ def _require_options(
         raise ArgumentError(f"soft_cap is {soft_cap}; it must be positive, or None")
     if sinks is not None and sinks.shape != (query_heads,):
         raise ArgumentError(f"sinks is {list(sinks.shape)}; it must be [{query_heads}]")
+
+
+def _require_fresh_mask(query: Array, fresh_mask: Array) -> None:
+    wanted = (*query.shape[:2], query.shape[1])
+    if fresh_mask.dtype != jnp.bool_ or fresh_mask.shape != wanted:
+        raise ArgumentError(
+            f"fresh_mask is {fresh_mask.dtype}{list(fresh_mask.shape)}; it must be "
+            f"bool{list(wanted)}"
+        )
 
 
 def _require_past(

@@ -1,5 +1,6 @@
 """Opens the reference numbers of `references/`: rebuilds a network's folder and loads it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 
 import unimem_jax as um
 from tests.models.oracle import Oracle
-from tests.models.references.network import FOLDER, rebuild
+from tests.models.references.network import FOLDER, draw_tensors, rebuild
 
 PAGES = (1, 8, 16, 64)  # tokens
 CHUNKS = (1, 7, 16, 337)  # tokens; the last is the whole longest prompt
@@ -49,3 +50,9 @@ def open_reference(name: str, folder: Path) -> Reference:
         [layers[layer] for layer in sorted(layers)],
     )
     return Reference(model, params, oracle, [numbers[f"positions{at}"] for at in range(3)])
+
+
+def described(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The configuration and the tensors of the network `name`."""
+    found = json.loads((FOLDER / f"{name}.json").read_text())
+    return found["config"], draw_tensors(found["config"], found["tensors"], found["seed"])

@@ -30,9 +30,12 @@ from tests.models.reference import (
 from tests.models.references.network import FOLDER, draw_tensors, write_folder
 from tests.models.through_arena import Service
 
-NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5")
+NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # Expanded while it is loaded, the packed network differs from "gpt_oss" in nothing that serves it.
 SERVED = ("gpt_oss", "qwen3", "qwen3_5")
+# What these add to Qwen3.5 knows nothing of pages: one way is quick, the others are slow.
+SPARSE = ("qwen3_5_moe", "qwen3_next")
+FIRST_PAIR = (8, 16)
 # Root mean square error of logits, in standard deviations of the logits; see docs/MODELS.md.
 BFLOAT16_BOUNDS = {"qwen3": 0.015, "qwen3_5": 0.05}
 LOADERS = {"qwen3": qwen3.load, "qwen3_5": qwen3_5.load}
@@ -60,11 +63,27 @@ def test_logits_without_a_past_are_those_of_transformers(reference: Reference) -
 def test_the_arena_gives_the_logits_tokens_and_state_of_transformers(
     page_tokens: int, chunk_tokens: int, reference: Reference
 ) -> None:
+    serve_as_transformers(page_tokens, chunk_tokens, reference)
+
+
+def serve_as_transformers(page_tokens: int, chunk_tokens: int, reference: Reference) -> None:
+    """Through one arena: logits, tokens and state."""
     service = Service(
         reference.model, reference.params, page_tokens=page_tokens, chunk_tokens=chunk_tokens,
         rows=4, context_tokens=CONTEXT_TOKENS,
     )  # fmt: skip
     require_served(service, reference.oracle)
+
+
+@pytest.mark.parametrize("reference", SPARSE, indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "page_tokens, chunk_tokens",
+    [pytest.param(*p, marks=() if p == FIRST_PAIR else pytest.mark.slow) for p in PAIRS],
+)
+def test_the_arena_gives_what_transformers_gives_for_sparse_networks(
+    page_tokens: int, chunk_tokens: int, reference: Reference
+) -> None:
+    serve_as_transformers(page_tokens, chunk_tokens, reference)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,6 +15,8 @@ is imported but `network`, which draws the weights. For each name FOLDER gets tw
                 new_logits0 ..      what they were taken from [tokens, V]
                 LAYER.key, .value   after the first prompt, of every token that is still cached
                 LAYER.conv, .state  [tokens, heads, D]; a DeltaNet's last inputs and memory
+                LAYER.latent        [tokens, rank + rotated], what latent attention keeps of a token
+                LAYER.index_key     [tokens, D], and what it chooses tokens by
 
 and `mxfp4.npz` gets matrices that Transformers expanded. Computed in float32, one prompt at a time,
 with eager attention and experts. A network in which two tokens, or two experts, come so near that
@@ -36,11 +38,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.models.references.network import draw_tensors, write_folder
 
 SEED = 1
+SEEDS = {"kimi_linear": 6, "deepseek_v32": 6}  # with others, two choices come too near
 PROMPT_LENGTHS = (337, 150, 5)
 NEW_TOKENS = 24
 STRIDE = 4  # of the positions kept; the last one of a prompt is always among them
 SHARDS = 2
-NEAREST = {"token": 1e-3, "expert": 1e-4}  # smallest gaps allowed, in logits
+# Smallest gaps allowed: of logits, and of the scores that experts and past tokens are chosen by.
+NEAREST = {"token": 1e-3, "expert": 1e-4, "selected": 1e-5}
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -66,6 +70,38 @@ QWEN3_5 = {
         "mrope_section": [1, 1, 0], "mrope_interleaved": True,
     },
 }  # fmt: skip
+SPARSE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = {**SPARSE, "shared_expert_intermediate_size": 24}
+TWO_KINDS = ["linear_attention", "full_attention"]
+QWEN3_5_MOE = {
+    **{name: value for name, value in QWEN3_5.items() if name != "intermediate_size"}, **SHARED,
+    "num_hidden_layers": 2, "layer_types": TWO_KINDS,
+}  # fmt: skip
+QWEN3_NEXT = {
+    **QWEN3_5, **SHARED, "num_hidden_layers": 2, "layer_types": TWO_KINDS, "mlp_only_layers": [1],
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
+LATENT = {
+    **COMMON, "num_key_value_heads": 4, "intermediate_size": 48, "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+KIMI_LINEAR = {
+    **LATENT, "num_hidden_layers": 3, "num_local_experts": 6, "linear_head_dim": 8,
+    "linear_num_heads": 4, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+DEEPSEEK_V32 = {
+    **LATENT, "num_hidden_layers": 2, "first_k_dense_replace": 1, "q_lora_rank": 20,
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "index_topk": 16, "index_head_dim": 16,
+    "index_n_heads": 16, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 128,
+    },
+}  # fmt: skip
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 # Name -> (model_type, settings, quantisation).
@@ -74,6 +110,10 @@ NETWORKS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "gpt_oss_mxfp4": ("gpt_oss", GPT_OSS, MXFP4),
     "qwen3": ("qwen3", QWEN3, None),
     "qwen3_5": ("qwen3_5_text", QWEN3_5, None),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN3_5_MOE, None),
+    "qwen3_next": ("qwen3_next", QWEN3_NEXT, None),
+    "kimi_linear": ("kimi_linear", KIMI_LINEAR, None),
+    "deepseek_v32": ("deepseek_v32", DEEPSEEK_V32, None),
 }
 
 
@@ -85,14 +125,14 @@ def main(arguments: list[str]) -> None:
         if name == "mxfp4":
             np.savez_compressed(out / "mxfp4.npz", **expanded_matrices())
             continue
-        described, numbers = make(*NETWORKS[name])
+        described, numbers = make(*NETWORKS[name], SEEDS.get(name, SEED))
         (out / f"{name}.json").write_text(json.dumps(described, indent=1) + "\n")
         np.savez_compressed(out / f"{name}.npz", **numbers)
         print(name, described["nearest"], f"{(out / f'{name}.npz').stat().st_size} bytes")
 
 
 def make(
-    model_type: str, settings: dict[str, Any], quantisation: dict[str, Any] | None
+    model_type: str, settings: dict[str, Any], quantisation: dict[str, Any] | None, seed: int
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Both files of one network."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -100,11 +140,11 @@ def make(
         if quantisation:
             config["quantization_config"] = quantisation
             shapes = packed(shapes)
-        tensors = draw_tensors(config, shapes, SEED)
+        tensors = draw_tensors(config, shapes, seed)
         folder = write_folder(Path(scratch) / "drawn", config, tensors, SHARDS)
         model, numbers, nearest = open_network(folder), {}, Nearest()
         nearest.watch(model)
-        rng = np.random.default_rng(SEED)
+        rng = np.random.default_rng(seed)
         for at, length in enumerate(PROMPT_LENGTHS):
             prompt = rng.integers(0, config["vocab_size"], length)
             found = run(model, prompt, nearest)
@@ -114,7 +154,7 @@ def make(
         errors = [] if quantisation else bfloat16_errors(folder, numbers)
     nearest.require()
     described = {
-        "config": config, "seed": SEED, "shards": SHARDS, "nearest": nearest.gaps,
+        "config": config, "seed": seed, "shards": SHARDS, "nearest": nearest.gaps,
         "bfloat16_errors": errors,
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
         "tensors": shapes,
@@ -204,6 +244,11 @@ def remembered(model: Any, prompt: np.ndarray) -> dict[str, np.ndarray]:
             # Transformers keeps one input more than the next convolution sees.
             kept[f"{layer}.conv"] = tail[0, :, 1:].T.numpy()
             kept[f"{layer}.state"] = memory[0].numpy()
+        elif hasattr(model.config, "kv_lora_rank"):
+            pair = (state.keys[0, 0], state.values[0, 0])  # latent, and the part that may turn
+            kept[f"{layer}.latent"] = torch.cat(pair, -1).numpy()
+            if hasattr(model.config, "index_topk"):
+                kept[f"{layer}.index_key"] = state.indexer_keys[0].numpy()
         else:
             kept[f"{layer}.key"] = state.keys[0].swapaxes(0, 1).numpy()
             kept[f"{layer}.value"] = state.values[0].swapaxes(0, 1).numpy()
@@ -223,16 +268,47 @@ class Nearest:
         self.gaps[kind] = min(gap, self.gaps.get(kind, gap))
 
     def watch(self, model: Any) -> None:
-        """Notes every choice of experts of a model that has routers."""
+        """Notes every choice of experts, and of past tokens, of a model that chooses."""
 
         def note_experts(router: Any, inputs: Any, _: Any) -> None:
             hidden = inputs[0].reshape(-1, router.weight.shape[1])
-            logits = torch.nn.functional.linear(hidden, router.weight, router.bias)
-            self.note("expert", logits.numpy(), router.top_k)
+            bias = getattr(router, "bias", None)
+            ranked = torch.nn.functional.linear(hidden, router.weight, bias)
+            if hasattr(router, "e_score_correction_bias"):
+                ranked = ranked.sigmoid() + router.e_score_correction_bias
+                groups = ranked.reshape(len(ranked), router.num_group, -1)
+                if router.num_group > router.topk_group:
+                    best = groups.topk(2)[0].sum(-1)
+                    self.note("expert", best.numpy(), router.topk_group)
+                    worst = best.topk(router.topk_group)[0][:, -1:]
+                    ranked = groups.masked_fill((best < worst)[..., None], -1e9).flatten(1)
+            self.note("expert", ranked.numpy(), router.top_k)
 
         for name, module in model.named_modules():
-            if name.endswith("router"):
+            if name.endswith(("router", "mlp.gate")):
                 module.register_forward_hook(note_experts)
+            if name.endswith("indexer"):
+                self.watch_selection(module)
+
+    def watch_selection(self, indexer: Any) -> None:
+        """Notes which past tokens are chosen; their scores are seen only where they are sorted."""
+        forward, topk = indexer.forward, torch.Tensor.topk
+
+        def note_and_choose(scores: Any, count: int, dim: int) -> Any:
+            rows = scores.reshape(-1, scores.shape[-1]).clamp_min(-1e9)
+            rows = rows[(rows > -1e9).sum(-1) > count]
+            if len(rows):
+                self.note("selected", rows.numpy(), count)
+            return topk(scores, count, dim=dim)
+
+        def watched(*inputs: Any, **settings: Any) -> Any:
+            torch.Tensor.topk = note_and_choose
+            try:
+                return forward(*inputs, **settings)
+            finally:
+                torch.Tensor.topk = topk
+
+        indexer.forward = watched
 
     def require(self) -> None:
         """Refuses a network whose choices hang on rounding."""

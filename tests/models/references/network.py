@@ -42,8 +42,9 @@ def draw(config: Mapping[str, Any], name: str, shape: Sequence[int], seed: int) 
     if name.endswith("_scales"):
         return rng.integers(MIDDLE_SCALE - 1, MIDDLE_SCALE + 2, shape, np.uint8)
     normal = rng.normal(0, 1, shape)
-    if "norm" in name:
-        is_added_to_one = config["model_type"].startswith("qwen3_5") and PLAIN_NORM not in name
+    if "norm" in name and not name.endswith("bias"):
+        is_centred = config["model_type"].startswith(("qwen3_5", "qwen3_next"))
+        is_added_to_one = is_centred and PLAIN_NORM not in name
         return (normal * 0.2 + (not is_added_to_one)).astype(np.float32)
     if name.endswith("A_log"):
         return (normal + LASTING).astype(np.float32)
@@ -51,7 +52,7 @@ def draw(config: Mapping[str, Any], name: str, shape: Sequence[int], seed: int) 
         return (normal * 0.2).astype(np.float32)  # larger ones would choose every token
     if len(shape) > 1 and "embed" not in name:
         # Experts of GPT-OSS are [experts, in, out], matrices [out, in], convolutions [out, 1, in].
-        inputs = shape[1] if "experts" in name else shape[-1]
+        inputs = shape[1] if "mlp.experts" in name else shape[-1]
         normal = normal * (1.5 * inputs**-0.5)
     return normal.astype(np.float32)
 
