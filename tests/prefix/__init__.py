@@ -1,0 +1,1 @@
+"""Prefixes: the tree, what goes first, and the engine with it."""
