@@ -5,7 +5,6 @@ import pytest
 from tests.prefix.world import Running, World
 from unimem_jax.allocator import Split
 from unimem_jax.errors import UsageError
-from unimem_jax.requests import Work
 
 
 def computed(world, tokens, namespace=None, chunks=None):
@@ -21,7 +20,7 @@ def computed(world, tokens, namespace=None, chunks=None):
 def extend(world, one, tokens):
     growth = world.memory.prices.growth(len(one.tokens), len(one.tokens) + len(tokens))
     assert world.cache.evict(growth)
-    world.memory.skip([Work(one.request, len(tokens), list(tokens))])
+    world.memory.skip([one.request], [len(tokens)])
     one.tokens += tokens
     world.write(one)
 
