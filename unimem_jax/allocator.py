@@ -20,6 +20,7 @@ Invariant (checked by `check` with L1 to L9 of the ledger, the layout and the ta
 """
 
 from collections.abc import Sequence
+from operator import index as as_int
 
 import numpy as np
 
@@ -98,11 +99,9 @@ class Allocator(Capacity):
 
         Returns:
           Bytes that the batches it adds to `take_moves` move; 0 once there is nothing to gain.
-        Raises:
-          UsageError: a negative number of bytes.
         Cost: O(sub-pools) where there are no inner holes; else one pass over such bands in NumPy.
         """
-        require_counts(most_bytes=most_bytes)
+        (most_bytes,) = require_counts(most_bytes=most_bytes)
         before = self._bytes(self.moved_units)
         self._redirect(self.layout.compact(most_bytes // GRANULE_BYTES))
         return self._bytes(self.moved_units) - before
@@ -157,9 +156,7 @@ class Allocator(Capacity):
 
     def grant_slot(self, sub_pool: int, committed: bool = True) -> int:
         """Grants a slot of a state sub-pool. Returns its id, which is known in that sub-pool only.
-
-        Raises:
-          OutOfMemory, UsageError: as `grant_pages`.
+        Raises as `grant_pages`.
         """
         table = self._table(sub_pool)
         if not self.geometry.is_slot[sub_pool]:
@@ -227,7 +224,10 @@ class Allocator(Capacity):
         table.ids.uses[known] += 1
 
     def _page_pools(self, sub_pools: Sequence[int]) -> tuple[int, ...]:
-        pools = tuple(dict.fromkeys(sub_pools))
+        try:
+            pools = tuple(dict.fromkeys(map(as_int, sub_pools)))
+        except TypeError:
+            pools = ()
         if not pools or any(pool not in self.page_pools for pool in pools):
             raise UsageError(f"pages live in sub-pools {self.page_pools}; seen {sub_pools!r}")
         return pools
@@ -257,9 +257,12 @@ class Allocator(Capacity):
                 self.high_water[index] = live
 
     def _table(self, sub_pool: int) -> Table:
-        if not 0 <= sub_pool < len(self.tables):
-            raise UsageError(f"sub-pools are 0 to {len(self.tables) - 1}; seen {sub_pool}")
-        return self.tables[sub_pool]
+        try:
+            if sub_pool >= 0:
+                return self.tables[sub_pool]
+        except (IndexError, TypeError):
+            pass
+        raise UsageError(f"sub-pools are 0 to {len(self.tables) - 1}; seen {sub_pool!r}")
 
     def share(self, ids: Ids, sub_pool: int) -> None:
         """Adds one sharer to each id in a sub-pool. Raises UsageError for an id without unit."""
@@ -279,7 +282,7 @@ class Allocator(Capacity):
         Raises:
           UsageError: an id has no unit there (freed before, or never granted).
         """
-        if isinstance(ids, int):
+        if type(ids) is int:
             table = self._table(sub_pool)
             number = table.ids.known_one(ids)
             if table.sharers_of(number) <= 0:
@@ -297,7 +300,7 @@ class Allocator(Capacity):
         Raises:
           UsageError: an id is free already.
         """
-        if isinstance(ids, int):
+        if type(ids) is int:
             number = self.pages.known_one(ids)
             if not self.pages.uses_view[number]:
                 raise UsageError(f"page {ids} is free")
@@ -322,10 +325,7 @@ class Allocator(Capacity):
     ) -> int:
         """Takes a sharer from each number in each of the sub-pools where it has one.
 
-        Args:
-          uses: of the numbers; changed.
-        Returns:
-          Units freed.
+        `uses` are those of the numbers, and changed. Returns the number of units freed.
         """
         freed_count = 0
         for index in sub_pools:
@@ -365,6 +365,7 @@ class Allocator(Capacity):
 
         Each is a program, and they are the next to be dispatched, in this order.
         """
+        most = plain_int(most, "a batch has at least one unit at most")
         taken = [part for batch in self._moves for part in batch.parts(most)]
         for batch in taken:
             self.ledger.hand_out(batch.sub_pool, batch.sources, batch.destinations)

@@ -36,12 +36,12 @@ target.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 
 import numpy as np
 
-from unimem_jax.errors import UsageError
+from unimem_jax.errors import UsageError, plain_int
 
 EXACT_CANDIDATES = 32  # up to here every number of moved units is tried; then each is 1/8 larger
 INT32_MAX = 2**31 - 1  # what the device counts with; absent is one past the last address
@@ -77,17 +77,21 @@ class Geometry:
     id_count: int
 
     def __post_init__(self) -> None:
+        columns = self.unit_granules, self.ends, self.is_slot
+        if not all(isinstance(column, tuple) for column in columns):
+            raise UsageError(f"unit sizes, ends and slot flags are tuples, not {columns}")
         count = len(self.unit_granules)
         if not count or {len(self.ends), len(self.is_slot)} != {count}:
             raise UsageError(
-                f"one unit size, end and slot flag per sub-pool are needed, not {self}"
+                f"one unit size, end and slot flag per sub-pool are needed, not {columns}"
             )
-        if self.arena_granules < 1 or min(self.unit_granules) < 1:
-            raise UsageError(f"the arena and every unit need at least one granule, not {self}")
+        plain = partial(plain_int, rule="the arena and every unit need at least one granule")
+        object.__setattr__(self, "arena_granules", plain(self.arena_granules))
+        object.__setattr__(self, "unit_granules", tuple(map(plain, self.unit_granules)))
+        ids = plain_int(self.id_count, "ids are a count of at least 0", 0)
+        object.__setattr__(self, "id_count", ids)
         if max(*self.unit_counts, self.id_count) > INT32_MAX:
-            raise UsageError(
-                f"{max(self.unit_counts)} addresses and {self.id_count} ids must fit 32 bits"
-            )
+            raise UsageError("more addresses or ids than fit 32 bits; take larger units")
         if self.id_count < (not all(self.is_slot)):
             raise UsageError(f"page sub-pools need at least one id, not {self.id_count}")
         for index, end in enumerate(self.ends):
@@ -131,9 +135,7 @@ def fits(geometry: Geometry, counts: Sequence[int]) -> bool:
       UsageError: a count is negative, or there is not one per sub-pool.
     Cost: O(sub-pools) integer operations; depends on nothing but the counts.
     """
-    if len(counts) != len(geometry.ends) or min(counts) < 0:
-        raise UsageError(f"counts must be one non-negative integer per sub-pool, not {counts}")
-    return packed_fits(geometry, counts)
+    return packed_fits(geometry, _counts(geometry, counts))
 
 
 def packed_fits(geometry: Geometry, counts: Sequence[int], more: Iterable[int] = NO_MORE) -> bool:
@@ -187,11 +189,9 @@ def shares_of(geometry: Geometry, caps: Sequence[int]) -> Targets:
     Raises:
       UsageError: not one non-negative cap per sub-pool, or shares beyond the arena.
     """
-    if len(caps) != len(geometry.ends) or min(caps) < 0:
-        raise UsageError(f"a split needs one non-negative cap per sub-pool, not {caps}")
     shares = []
     position = 0
-    for unit, cap in zip(geometry.unit_granules, caps, strict=True):
+    for unit, cap in zip(geometry.unit_granules, _counts(geometry, caps), strict=True):
         start = -(-position // unit)
         shares.append((start, start + cap))
         position = (start + cap) * unit if cap else position
@@ -200,6 +200,18 @@ def shares_of(geometry: Geometry, caps: Sequence[int]) -> Targets:
             f"shares of {caps} units need {position} granules; there are {geometry.arena_granules}"
         )
     return shares
+
+
+def _counts(geometry: Geometry, counts: Sequence[int]) -> tuple[int, ...]:
+    """Plain ints. Raises UsageError unless there is one of at least 0 per sub-pool."""
+    rule = "counts are one int of at least 0 per sub-pool"
+    try:
+        found = tuple(counts)
+    except TypeError:
+        found = ()
+    if len(found) != len(geometry.ends):
+        raise UsageError(f"{rule} ({len(geometry.ends)}), not {counts!r}")
+    return tuple(plain_int(count, rule, 0) for count in found)
 
 
 def squeezed(

@@ -51,9 +51,12 @@ class Capacity:
           UsageError: a negative count, or not one per sub-pool.
         Cost: O(sub-pools) integer operations, under a microsecond for three.
         """
-        if len(demand) != len(self.held) or min(demand) < 0:
+        try:
+            if len(demand) != len(self.held) or min(demand) < 0:
+                self._refuse(demand)
+            return self.layout.fits(self.held, demand)
+        except TypeError:
             self._refuse(demand)
-        return self.layout.fits(self.held, demand)
 
     def commit(self, demand: Sequence[int]) -> None:
         """Promises units: they count in `fits` from now on. No address is touched.

@@ -97,10 +97,12 @@ class Engine:
         layout: str | Split = UNIFIED, compaction_bytes: int = 0,
         tokenizer: Tokenizer | None = None, program_folder: str | Path | None = None,
     ):  # fmt: skip
-        require_counts(compaction_bytes=compaction_bytes)
+        (compaction_bytes,) = require_counts(compaction_bytes=compaction_bytes)
         longest = getattr(model, "context_tokens", None)
         context = longest or CONTEXT_TOKENS if context_tokens is None else context_tokens
-        require_positive(context_tokens=context, rows=rows, chunk_tokens=chunk_tokens)
+        context, rows, chunk_tokens = require_positive(
+            context_tokens=context, rows=rows, chunk_tokens=chunk_tokens
+        )
         if longest is not None and context > longest:
             raise UsageError(f"the model was made for {longest} tokens, not for {context}")
         if tokenizer is None and getattr(model, "text", None) == "bytes":

@@ -47,17 +47,14 @@ def plain_int(value: object, rule: str, least: int = 1) -> int:
     return found
 
 
-def require_positive(**sizes: object) -> None:
-    """Raises UsageError, naming the size, unless every one is a positive int and not a bool."""
-    _require_ints(1, "a positive int", sizes)
+def require_positive(**sizes: object) -> tuple[int, ...]:
+    """The sizes as plain ints. Raises UsageError, naming the first that is no positive int."""
+    return tuple(plain_int(size, f"{name} is a positive int") for name, size in sizes.items())
 
 
-def require_counts(**counts: object) -> None:
-    """Raises UsageError, naming the count, unless every one is an int of at least 0, not a bool."""
-    _require_ints(0, "an int that is not negative", counts)
-
-
-def _require_ints(least: int, what: str, values: dict[str, object]) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UsageError(f"{name} is {what}, not {value!r}")
+def require_counts(**counts: object) -> tuple[int, ...]:
+    """The counts as plain ints. Raises UsageError, naming the first that is no int or below 0."""
+    return tuple(
+        plain_int(count, f"{name} is an int that is not negative", 0)
+        for name, count in counts.items()
+    )

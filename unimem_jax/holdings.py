@@ -41,12 +41,13 @@ class Holdings:
     """Requests and what each of them holds; see `Memory`.
 
     Attributes:
-      prices: of the plan.
       allocator: of the arena. What requests hold and promise is this class's to change.
       tables, pending: where the device's tables are, and what it has not heard of yet.
     """
 
     def __init__(self, plan: Plan, rows: int, context_tokens: int, layout: str | Split = UNIFIED):
+        if not isinstance(plan, Plan):
+            raise UsageError(f"a memory is of a Plan, not {plan!r}")
         self.plan = plan
         self.rows = rows
         self.context_tokens = context_tokens
@@ -85,7 +86,7 @@ class Holdings:
             they do not fit.
         """
         self._columns.require_held(request)
-        require_counts(start=start, stop=stop)
+        start, stop = require_counts(start=start, stop=stop)
         if not start <= stop <= request.length // self.plan.page_tokens:
             raise UsageError(f"pages {start} to {stop} of {request.length} tokens are not full")
         shares = {}
@@ -112,8 +113,6 @@ class Holdings:
     ) -> Request:
         """Takes a row, shares and copies what the request begins with and commits its peak."""
         shares = self._shares(prefix)
-        if prefix.length > limit:
-            raise UsageError(f"{prefix.length} tokens exceed the limit of {limit}")
         if not self.free_rows:
             raise OutOfMemory(f"all {self.rows} request rows are in use")
         copies, held = self.copies(prefix.length), self.prices.held(prefix.length)
@@ -219,7 +218,9 @@ class Holdings:
             return self.allocator.drop(single, pool.index)
         owed = self._owed(pool, ids) - self._owed(pool, ids, -1, -int(is_admitted))
         freed = self.allocator.drop(single, pool.index)
-        self.allocator.uncommit(tuple(owed * (index == pool.index) for index in self._indices))
+        demand = [0] * len(self.plan.sub_pools)
+        demand[pool.index] = owed
+        self.allocator.uncommit(demand)
         return freed
 
     def _is_promised(self, pool: SubPool, ids: list[int]) -> bool:
@@ -230,10 +231,6 @@ class Holdings:
         if len(ids) == 1:
             return table.sharers_of(number_of(ids[0])) > 1
         return bool(table.sharers[number_of(np.array(ids))].max() > 1)
-
-    @property
-    def _indices(self) -> range:
-        return range(len(self.plan.sub_pools))
 
     def _let_go(self, request: Request) -> None:
         """Gives back all that a request holds, and its row."""
@@ -297,11 +294,9 @@ class Holdings:
         columns.capacity[row] = self._capacity(request)
 
     def _grant_pages(self, count: int, pools: list[int]) -> list[int]:
-        if not pools:
-            return []
-        if count == 1:  # of nearly every decode step; much cheaper than an array of one
+        if count == 1 and pools:  # of nearly every decode step; much cheaper than an array of one
             return [self.allocator.grant_page(pools)]
-        return self.allocator.grant_pages(count, pools).tolist()
+        return self.allocator.grant_pages(count, pools).tolist() if pools else []
 
     def _settle(self, batch: Batch) -> None:
         """Drops, after their step was dispatched, the window pages that no later query sees."""
@@ -351,6 +346,34 @@ class Holdings:
         committed = tuple(count + owed.get(index, 0) for index, count in enumerate(committed))
         if committed != tuple(self.allocator.committed):
             raise InvariantError(f"M3: {self.allocator.committed} committed, not {committed}")
+
+    def check_idle(self, kept: Demand | None = None) -> None:
+        """Verifies cheaply that nothing was lost: for production, when no request is left.
+
+        Any other time it verifies L5, L9 and L10 by their counts alone.
+
+        Args:
+          kept: units that are held beside requests: shared pages, checkpoints; none by default.
+        Raises:
+          InvariantError: naming the invariant.
+        Cost: O(sub-pools + pins).
+        """
+        allocator = self.allocator
+        live = [allocator.live(pool.index) for pool in self.plan.sub_pools]
+        allocator.layout.check_counts(live)
+        in_use = allocator.pages.count - allocator.pages.free_count
+        if in_use > sum(live[pool.index] for pool in self.plan.token_pools):
+            raise InvariantError(f"L9: {in_use} ids are in use, more than pages")
+        if min(allocator.committed) < 0 or not allocator.layout.fits(allocator.held):
+            raise InvariantError(f"L10: {allocator.held} held units do not fit")
+        if self.free_rows < self.rows:
+            return
+        wanted = [0] * len(live) if kept is None else list(kept)
+        if any(allocator.committed) or live != wanted:
+            raise InvariantError(
+                f"M5: no request is left, but {live} units are live, not {wanted}, and "
+                f"{allocator.committed} committed"
+            )
 
     def _check_pages(self, request: Request, pool: SubPool, held: int) -> None:
         first = request.first.get(pool.index, 0)

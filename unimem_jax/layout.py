@@ -98,6 +98,8 @@ class Layout:
     """Hands out and takes back addresses of all bands. What raises changes nothing."""
 
     def __init__(self, geometry: Geometry, layout: str | Split = UNIFIED):
+        if not isinstance(geometry, Geometry):
+            raise UsageError(f"a layout is of a Geometry, not {geometry!r}")
         self.geometry = geometry
         self.ledger = Ledger(geometry)
         parts = zip(geometry.unit_granules, geometry.unit_counts, geometry.ends, strict=True)
@@ -105,8 +107,8 @@ class Layout:
         self.shares: Targets | None = None
         self.caps: tuple[int, ...] = ()
         if isinstance(layout, Split):
-            self.caps = layout.caps
             self.shares = shares_of(geometry, layout.caps)
+            self.caps = tuple(hi - lo for lo, hi in self.shares)
             for band, (lo, _) in zip(self.bands, self.shares, strict=True):
                 band.end, band.lo, band.hi = "low", lo, lo
         elif layout != UNIFIED:
@@ -353,6 +355,13 @@ class Layout:
         holes = np.concatenate((holes[:first], holes[rank:left], holes[last:]))
         band.push(holes[::-1] if band.end == "low" else holes)
         return Batch(index, sources, destinations), (bool(below), bool(len(occupied) > above))
+
+    def check_counts(self, live: Sequence[int]) -> None:
+        """Verifies L5 by the numbers of units alone. Cost: O(sub-pools + pins)."""
+        for index, (band, count) in enumerate(zip(self.bands, live, strict=True)):
+            known = count + band.hole_count + self.ledger.pending_count(index)
+            if band.hi - band.lo != known:
+                raise InvariantError(f"L5: band {index} covers other than its {known} units")
 
     def check(self) -> None:
         """Verifies L1 to L6 from scratch. Raises InvariantError naming the first that fails. Cost:

@@ -29,7 +29,7 @@ from typing import NoReturn
 import numpy as np
 
 from unimem_jax.bands import Geometry
-from unimem_jax.errors import InvariantError, UsageError
+from unimem_jax.errors import InvariantError, UsageError, plain_int
 
 BEYOND, HOLE, LIVE, PENDING, VACATED, FENCED = range(6)
 STATES = ("beyond", "hole", "live", "pending", "vacated", "fenced")
@@ -51,6 +51,7 @@ CALLER_EVENTS = frozenset(
     {FREE, FREE_PINNED, PIN, UNPIN, FENCE, COPY}
 )  # a wrong one is the caller's fault, not ours
 REFUSED = 255
+MOST_VACATED = 4096  # addresses remembered before those that are used again are forgotten
 NEVER = np.iinfo(np.int64).max  # stamp of a unit that a queued program uses
 
 TRANSITIONS = {
@@ -99,7 +100,9 @@ class Ledger:
         self._stamp_views = [memoryview(stamp) for stamp in self._stamps]
         self._is_queued = False  # whether moves or copies wait that have no ticket
         self._handed_out = 0  # the ticket of the last ones that have, dispatched or not
-        self._vacated: deque[tuple[int, int, np.ndarray]] = deque()
+        self._vacated: deque[tuple[int, int, np.ndarray]] = deque()  # by ticket
+        self._vacated_count = 0  # addresses in it
+        self._most_vacated = MOST_VACATED
 
     def apply(self, sub_pool: int, addresses: Addresses, event: int) -> None:
         """Takes every named unit along its arrow of the table, or none if one has no such arrow.
@@ -177,8 +180,9 @@ class Ledger:
         """
         if not len(sources):
             return
+        granted = self._reached(sub_pool, destinations, GRANT)  # or raises before a source changes
         self.apply(sub_pool, sources, VACATE)
-        self.apply(sub_pool, destinations, GRANT)
+        self.states[sub_pool][destinations] = np.frombuffer(granted, np.uint8)
         self.queue(sub_pool, sources, destinations)
 
     def queue(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
@@ -197,6 +201,26 @@ class Ledger:
         self._stamps[sub_pool][sources] = self._handed_out
         self._stamps[sub_pool][destinations] = self._handed_out
         self._vacated.append((self._handed_out, sub_pool, sources))
+        self._vacated_count += len(sources)
+        if self._vacated_count > self._most_vacated:
+            self._forget_reused()
+
+    def _forget_reused(self) -> None:
+        """Forgets what was vacated and has been used again or is yet to be vacated again, of
+        programs that have not retired: no more than all units are vacated at once.
+        """
+        kept = [
+            (ticket, sub_pool, addresses[self._is_vacated(ticket, sub_pool, addresses)])
+            for ticket, sub_pool, addresses in self._vacated
+        ]
+        self._vacated = deque(entry for entry in kept if len(entry[2]))
+        self._vacated_count = sum(len(addresses) for _, _, addresses in self._vacated)
+        self._most_vacated = max(MOST_VACATED, 2 * self._vacated_count)
+
+    def _is_vacated(self, ticket: int, sub_pool: int, addresses: np.ndarray) -> np.ndarray:
+        """Which units are vacated, and have been since the program of this ticket."""
+        is_vacated: np.ndarray = self.states[sub_pool][addresses] == VACATED
+        return is_vacated & (self._stamps[sub_pool][addresses] == ticket)
 
     def dispatch(self) -> int:
         """Numbers the device program that was just dispatched."""
@@ -209,6 +233,7 @@ class Ledger:
         Raises:
           UsageError: the ticket is not the next one, or was never given out.
         """
+        ticket = plain_int(ticket, "tickets count from 1")
         if ticket != self.retired + 1 or ticket > self.dispatched:
             raise UsageError(
                 f"ticket {ticket} cannot retire: tickets retire one by one, {self.retired} was "
@@ -217,9 +242,9 @@ class Ledger:
         self.retired = ticket
         while self._vacated and self._vacated[0][0] <= ticket:
             last, sub_pool, addresses = self._vacated.popleft()
-            still = self.states[sub_pool][addresses] == VACATED
-            still &= self._stamps[sub_pool][addresses] == last  # not vacated once more since
-            self.apply(sub_pool, addresses[still], RETIRE)
+            self._vacated_count -= len(addresses)
+            is_vacated = self._is_vacated(last, sub_pool, addresses)
+            self.apply(sub_pool, addresses[is_vacated], RETIRE)
 
     def settled(self, sub_pool: int, address: int) -> bool:
         """Whether every program that used the bytes of a unit before its present owner has retired.
@@ -227,6 +252,7 @@ class Ledger:
         The bytes may have belonged to units of other sub-pools, so all units that overlap them are
         asked.
         """
+        self._known(sub_pool, address)
         unit = self.geometry.unit_granules[sub_pool]
         begin, end = address * unit, (address + 1) * unit
         for other, stamps in zip(self.geometry.unit_granules, self._stamps, strict=True):
@@ -292,7 +318,9 @@ class Ledger:
         return sum(view[address] == PENDING for address in self.pins[sub_pool])
 
     def _known(self, sub_pool: int, address: int) -> None:
-        if not 0 <= sub_pool < len(self.states) or not 0 <= address < len(self.states[sub_pool]):
+        rule = "a unit is an address from 0 on in a sub-pool from 0 on"
+        pool, at = plain_int(sub_pool, rule, 0), plain_int(address, rule, 0)
+        if pool >= len(self.states) or at >= len(self.states[pool]):
             raise UsageError(f"no unit {address} in sub-pool {sub_pool}; addresses start at 0")
 
     def check(self) -> None:

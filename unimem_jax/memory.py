@@ -14,6 +14,7 @@ M3  An admitted request's commitment is its peak less what it holds, with the un
     pages of windows that it shares (`holdings`), so growing within its limit, by at most
     `chunk_tokens` or `fused_steps` at once, always fits.
 M4  A call that raises has changed nothing.
+M5  When no request is left, nothing is committed and only what others share is live.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from unimem_jax.holdings import Holdings
 from unimem_jax.packet import OPTION_WORDS, Packet, int32, step_shape
 from unimem_jax.plan import Plan
 from unimem_jax.price import Demand
-from unimem_jax.requests import NO_PREFIX, Prefix, Request, Work
+from unimem_jax.requests import NO_PREFIX, Prefix, Request, Work, require_prefix
 
 if TYPE_CHECKING:
     from unimem_jax.step import DeviceState
@@ -53,11 +54,11 @@ class Memory(Holdings):
         self, plan: Plan, rows: int = 64, context_tokens: int = 4096, *,
         chunk_tokens: int = 64, fused_steps: int = 32, layout: str | Split = UNIFIED,
     ):  # fmt: skip
-        require_positive(rows=rows, context_tokens=context_tokens)
-        require_positive(chunk_tokens=chunk_tokens, fused_steps=fused_steps)
+        rows, context_tokens = require_positive(rows=rows, context_tokens=context_tokens)
+        self.chunk_tokens, self.fused_steps = require_positive(
+            chunk_tokens=chunk_tokens, fused_steps=fused_steps
+        )
         super().__init__(plan, rows, context_tokens, layout)
-        self.chunk_tokens = chunk_tokens
-        self.fused_steps = fused_steps
 
     def init(self, store: Any = None) -> "DeviceState":
         """Fresh device state: the arena, the tables and the last tokens."""
@@ -87,8 +88,9 @@ class Memory(Holdings):
           UsageError: a limit that is not positive or exceeds the context; wrong options; a prefix
             that is longer than the limit or not there.
         """
-        limit = self.context_tokens if limit is None else limit
-        return self._begin(*self._checked(options, limit), prefix)
+        words, limit = self._checked(options, self.context_tokens if limit is None else limit)
+        require_prefix(prefix, limit)
+        return self._begin(words, limit, prefix)
 
     def admit(
         self, prompt_tokens: int, max_new: int, options: Sequence[int] = GREEDY_WORDS,
@@ -104,13 +106,12 @@ class Memory(Holdings):
             arena cannot hold (itemised); a prefix longer than the prompt, or not there.
           OutOfMemory: it does not fit beside what is held and committed now (itemised).
         """
-        require_positive(prompt_tokens=prompt_tokens)
-        require_counts(max_new=max_new)
+        (prompt_tokens,) = require_positive(prompt_tokens=prompt_tokens)
+        (max_new,) = require_counts(max_new=max_new)
         words, total = self._checked(options, prompt_tokens + max_new)
         peak = self.prices.peak(total, self.chunk_tokens, self.fused_steps)
         self.refuse_impossible(peak)
-        if prefix.length > prompt_tokens:
-            raise UsageError(f"{prefix.length} tokens are no prefix of {prompt_tokens}")
+        require_prefix(prefix, prompt_tokens)
         return self._begin(words, total, prefix, peak)
 
     def fork(self, request: Request, options: Sequence[int] | None = None) -> Request:
@@ -125,6 +126,7 @@ class Memory(Holdings):
         Raises:
           OutOfMemory, UsageError: as `open`; or the request was freed.
         """
+        self._columns.require_held(request)
         words, limit = self._checked(
             request.options.tolist() if options is None else options, request.limit
         )
@@ -133,12 +135,12 @@ class Memory(Holdings):
 
     def _checked(self, options: Sequence[int], limit: int) -> tuple[np.ndarray, int]:
         """The sampling words and the limit of a request. Raises UsageError if they are wrong."""
-        require_positive(limit=limit)
+        (limit,) = require_positive(limit=limit)
         if limit > self.context_tokens:
             raise UsageError(f"{limit} tokens exceed the context of {self.context_tokens}")
-        words = int32(list(options), "sampling words")
+        words = int32(options, "sampling words")
         if words.shape != (OPTION_WORDS,):
-            raise UsageError(f"sampling takes {OPTION_WORDS} words, not {len(options)}")
+            raise UsageError(f"sampling takes {OPTION_WORDS} words, not {options!r}")
         return words, limit
 
     def refuse_impossible(self, demand: Demand) -> None:
@@ -165,18 +167,18 @@ class Memory(Holdings):
         Raises:
           OutOfMemory, UsageError: before anything changed.
         """
-        batch = self._columns.batch(list(work))
+        batch = self._columns.batch(work)
         rows = max(1, len(batch.rows)) if rows is None else rows
         tokens = max(1, batch.most_tokens) if tokens is None else tokens
         pages = self.bucket_pages(batch.past_tokens) if pages is None else pages
-        require_positive(rows=rows, tokens=tokens)
-        require_counts(pages=pages)
+        rows, tokens = require_positive(rows=rows, tokens=tokens)
+        (pages,) = require_counts(pages=pages)
         if len(batch.rows) > rows or batch.most_tokens > tokens:
             raise UsageError(f"the work does not fit a packet of {rows} rows of {tokens} tokens")
         if batch.past_tokens > pages * self.plan.page_tokens:
             raise UsageError(f"{pages} pages do not cover a past of {batch.past_tokens} tokens")
-        self._grow(batch)
         shape = step_shape(self.plan, rows, tokens, pages)
+        self._grow(batch)
         packets = self.upkeep(room=shape.updates)
         packets.append(self.pending.step_packet(shape, batch))
         self._columns.advance(batch)
@@ -205,6 +207,7 @@ class Memory(Holdings):
           UsageError: no tokens, more than the limit, or a request without a commitment.
           OutOfMemory: a pin blocks the first chunk.
         """
+        self._columns.require_held(request)
         if request.peak is None:
             raise UsageError("prefill serves requests of `admit`; `run` serves the others")
         ids = int32(tokens, "token ids")
@@ -236,19 +239,21 @@ class Memory(Holdings):
         Returns:
           Upkeep packets, of one step each, then one of `steps` steps whose row i is `requests[i]`.
         """
-        require_positive(steps=steps)
-        if steps > self.fused_steps or not requests:
+        (steps,) = require_positive(steps=steps)
+        try:
+            work = [Work(request, 0) for request in requests]
+        except TypeError:
+            work = []
+        if steps > self.fused_steps or not work:
             raise UsageError(
                 f"decode runs 1 to {self.fused_steps} steps of at least one request, "
-                f"not {steps} of {len(requests)}"
+                f"not {steps} of {requests!r}"
             )
-        first = self._columns.batch([Work(request, 0) for request in requests])
+        first = self._columns.batch(work)
         self._columns.require_sampled(first.rows)
         counts = np.minimum(steps, self._columns.limit[first.rows] - first.lengths)
         self._grow(first.of_counts(counts), fused=True)
-        shape = step_shape(
-            self.plan, len(requests), 1, self.bucket_pages(first.past_tokens + steps)
-        )
+        shape = step_shape(self.plan, len(work), 1, self.bucket_pages(first.past_tokens + steps))
         packets = [Packet(p.words[None], p.shape) for p in self.upkeep(room=shape.updates)]
         stacked = []
         for index in range(steps):
@@ -280,6 +285,7 @@ class Memory(Holdings):
         then something is kept of every batch of moves.
         """
         ledger = self.allocator.ledger
+        (ticket,) = require_counts(ticket=ticket)
         if ticket > ledger.dispatched:
             raise UsageError(f"ticket {ticket} was never given out; the last is {self.ticket}")
         for finished in range(ledger.retired + 1, ticket + 1):

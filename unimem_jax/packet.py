@@ -27,6 +27,7 @@ from unimem_jax.plan import Plan
 
 OPTION_WORDS = 5  # temperature, top_p, min_p as float32 bits; top_k and seed as int32
 UPKEEP_UPDATES = 256  # table changes one upkeep packet carries
+MOST_WORDS = 2**28  # of a packet: 1 GiB
 UPKEEP_MOVES = 64  # moves one upkeep packet carries
 LAST_TOKEN = -1  # in `tokens`: the token this row sampled last, which lives on the device
 
@@ -63,10 +64,15 @@ class Packet:
 def step_shape(plan: Plan, rows: int, tokens: int, pages: int) -> Shape:
     """The shape of a step packet: room for all table changes that `rows * tokens` new tokens can
     cause.
+
+    Raises:
+      UsageError: more than 1 GiB.
     """
     new_pages = -(-tokens // plan.page_tokens) + 1
     token_pools = len(plan.token_pools)
     per_row = new_pages * (2 * token_pools + 1) + len(plan.slot_pools)
+    if rows * (per_row + tokens) > MOST_WORDS:
+        raise UsageError(f"a packet of {rows} rows of {tokens} tokens is over 1 GiB; take fewer")
     return Shape(rows, tokens, pages, len(plan.slot_pools), rows * per_row)
 
 

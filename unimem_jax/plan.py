@@ -263,7 +263,9 @@ def _planned(groups: dict[Kind, list[Part]], arena_bytes: int, page_tokens: int)
 
 
 def size_text(size_bytes: float) -> str:
-    """Bytes as a short text: 512 B, 24 KiB, 3.5 MiB."""
+    """Bytes as a short text: 512 B, 24 KiB, 3.5 MiB; powers of 2 where no float holds them."""
+    if abs(size_bytes) >= 1 << 1000:
+        return f"2^{int(size_bytes).bit_length() - 1} B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.4g} {unit}"

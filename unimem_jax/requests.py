@@ -58,14 +58,23 @@ class Rows:
             than its limit, a count that is negative or no int, or token ids that are not `count`
             numbers of 0 or more.
         """
-        requests = [item.request for item in work]
-        rows, counts = self._cells(requests, [item.count for item in work])
+        try:
+            work = list(work)
+            requests, asked = [item.request for item in work], [item.count for item in work]
+            emits = np.array([item.emit for item in work], np.bool_)
+            is_odd = not all(isinstance(request, Request) for request in requests)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UsageError(f"a step takes a list of Work of requests, not {work!r}") from error
+        if is_odd:
+            raise UsageError(f"a step takes a list of Work of requests, not {work!r}")
+        rows, counts = self._cells(requests, asked)
         named = {
             at: _named_tokens(item.tokens, item.count)
             for at, item in enumerate(work)
             if item.tokens is not None
         }
-        emits = np.array([item.emit for item in work], np.bool_)
+        if emits.ndim != 1:
+            raise UsageError("each item of the work has one emit that is a bool")
         batch = Batch(self, requests, rows, counts, emits, named)
         follows = counts > 0
         follows[list(named)] = False
@@ -93,9 +102,10 @@ class Rows:
             raise UsageError("a request takes part in a step once")
         if len(counts) != len(taken):
             raise UsageError(f"{len(taken)} requests take as many counts, not {len(counts)}")
-        rows, exact = np.array(taken, np.int64), np.asarray(counts)
-        if exact.dtype != np.int64:
-            exact = int32(counts, "counts of new tokens").astype(np.int64)
+        rows = np.array(taken, np.int64)
+        exact = int32(counts, "counts of new tokens").astype(np.int64)
+        if exact.ndim != 1:
+            raise UsageError("each item of the work has one count")
         holders = self.holders
         for request in requests:
             if request.rows is not self or holders[request.row] is not request:
@@ -119,6 +129,10 @@ class Rows:
 
     def require_held(self, request: "Request") -> None:
         """Raises UsageError for a request that was freed, or one of another memory."""
+        if not isinstance(request, Request):
+            raise UsageError(
+                f"requests are what `open`, `admit` and `fork` return, not {request!r}"
+            )
         if request.rows is not self:
             raise UsageError("the request is of another memory")
         if self.holders[request.row] is not request:
@@ -211,7 +225,7 @@ class Prefix:
       slots: per state sub-pool of the plan's `slot_pools`, the id of a slot of it with the running
         state after `length` tokens.
     Raises:
-      UsageError: a length that is no int of at least 0.
+      UsageError: a length, an id or a slot that is no int of at least 0.
     """
 
     length: int = 0
@@ -221,9 +235,22 @@ class Prefix:
     def __post_init__(self) -> None:
         length = plain_int(self.length, "a prefix is a count of tokens, at least 0", least=0)
         object.__setattr__(self, "length", length)
+        for name in ("ids", "slots"):
+            rule = f"the {name} of a prefix are ints of at least 0"
+            try:
+                found = tuple(plain_int(id_, rule, 0) for id_ in getattr(self, name))
+            except TypeError as error:
+                raise UsageError(f"{rule}, not {getattr(self, name)!r}") from error
+            object.__setattr__(self, name, found)
 
 
 NO_PREFIX = Prefix()
+
+
+def require_prefix(prefix: object, most: int) -> None:
+    """Raises UsageError unless it is a prefix of at most so many tokens."""
+    if not isinstance(prefix, Prefix) or prefix.length > most:
+        raise UsageError(f"a request of {most} tokens begins with a Prefix of these, not {prefix}")
 
 
 @dataclass(slots=True)  # frozen, it would take three times as long to make

@@ -92,7 +92,10 @@ class IdSpace:
 
     def known(self, ids: Ids) -> np.ndarray:
         """Numbers of ids. Raises UsageError if one is unknown, of a former life, or named twice."""
-        array = np.asarray([ids] if isinstance(ids, int) else ids)
+        try:
+            array = np.asarray([ids] if isinstance(ids, int | np.integer) else ids)
+        except ValueError:  # lists of different lengths
+            array = np.empty((0, 0))
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise UsageError(f"ids must be one integer or a flat sequence of integers, not {ids!r}")
         if not array.size:

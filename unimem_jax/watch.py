@@ -29,6 +29,7 @@ _PLACING = frozenset(
         Layout._trim,
         Layout._shift,
         Layout.check,
+        Layout.check_counts,
         Allocator._make_room,
         Allocator.metrics,
     )

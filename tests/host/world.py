@@ -307,6 +307,7 @@ class World:
     def check(self):
         """All that the twins know, after every call."""
         self.memory.check()
+        self.memory.check_idle(self.used()[0] if not self.twins else None)
         allocator = self.memory.allocator
         held, committed = self.used()
         assert all(twin.request.length == twin.length for twin in self.twins)

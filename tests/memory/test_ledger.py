@@ -245,3 +245,50 @@ def broken(change):
 def test_check_names_the_invariant_that_fails(number, change):
     with pytest.raises(InvariantError, match=number):
         broken(change).check()
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"), [(law.LIVE, law.LIVE), (law.HOLE, law.HOLE), (law.LIVE, law.BEYOND)]
+)
+def test_a_move_that_is_refused_on_either_side_changes_nothing(source, destination):
+    ledger = Ledger(GEOMETRY)
+    ledger.states[1][:3], ledger.states[1][5:8] = law.LIVE, law.HOLE
+    ledger.states[1][2], ledger.states[1][6] = source, destination
+    before = ledger.states[1].copy(), [stamps.copy() for stamps in ledger._stamps]
+    with pytest.raises(InvariantError):
+        ledger.move(1, np.array([0, 1, 2]), np.array([5, 6, 7]))
+    assert (ledger.states[1] == before[0]).all()
+    assert all((a == b).all() for a, b in zip(ledger._stamps, before[1], strict=True))
+    assert not ledger._is_queued
+
+
+def back_and_forth(ledger, turns, retires):
+    """Moves unit 0 to 5 and back, as a loop does that compacts without end."""
+    for turn in range(turns):
+        sources, destinations = np.array([5 * (turn % 2)]), np.array([5 - 5 * (turn % 2)])
+        if ledger.states[1][destinations[0]] != law.HOLE:
+            ledger.apply(1, destinations, law.GROW)
+        ledger.move(1, sources, destinations)
+        ledger.hand_out(1, sources, destinations)
+        ledger.dispatch()
+        if retires:
+            ledger.retire(ledger.dispatched)
+
+
+def test_a_loop_that_never_retires_does_not_remember_every_move(monkeypatch):
+    monkeypatch.setattr(law, "MOST_VACATED", 16)
+    ledger, other = Ledger(GEOMETRY), Ledger(GEOMETRY)
+    for one, retires in ((ledger, False), (other, True)):
+        one._most_vacated = 16
+        one.apply(1, np.array([0, 5]), law.GROW)
+        one.apply(1, 0, law.GRANT)
+        back_and_forth(one, 1000, retires)
+    assert len(ledger._vacated) <= 16
+    assert ledger.states[1][5] == law.VACATED
+    for ticket in range(1, 1000):
+        ledger.retire(ticket)
+        assert ledger.states[1][5] == law.VACATED
+    ledger.retire(1000)  # what has not been used again is not forgotten
+    assert ledger.states[1][5] == law.BEYOND
+    assert (ledger.states[1] == other.states[1]).all()
+    ledger.check()

@@ -6,7 +6,7 @@ import pytest
 
 from tests import sim
 from tests.memory.recount import Recount
-from unimem_jax import memory as memory_module
+from unimem_jax import holdings as home
 from unimem_jax.allocator import Allocator
 from unimem_jax.bands import Geometry
 from unimem_jax.capacity import Capacity
@@ -29,7 +29,7 @@ def serve(monkeypatch):
         notes.append(watch(allocator))
         return allocator
 
-    monkeypatch.setattr(memory_module, "Allocator", watched)
+    monkeypatch.setattr(home, "Allocator", watched)
     parts = [
         Part(Site(0), "key", (512,), "uint8", CONTEXT),
         Part(Site(1), "key", (512,), "uint8", window(64)),
