@@ -62,11 +62,8 @@ class Rows:
             work = list(work)
             requests, asked = [item.request for item in work], [item.count for item in work]
             emits = np.array([item.emit for item in work], np.bool_)
-            is_odd = not all(isinstance(request, Request) for request in requests)
         except (AttributeError, TypeError, ValueError) as error:
             raise UsageError(f"a step takes a list of Work of requests, not {work!r}") from error
-        if is_odd:
-            raise UsageError(f"a step takes a list of Work of requests, not {work!r}")
         rows, counts = self._cells(requests, asked)
         named = {
             at: _named_tokens(item.tokens, item.count)
@@ -97,15 +94,16 @@ class Rows:
         Raises:
           UsageError: as `batch`, but for token ids.
         """
-        taken = [request.row for request in requests]
+        try:
+            taken = [request.row for request in requests]
+        except (AttributeError, TypeError) as error:
+            raise UsageError(f"a step takes requests, not {requests!r}") from error
         if len(set(taken)) < len(taken):
             raise UsageError("a request takes part in a step once")
-        if len(counts) != len(taken):
-            raise UsageError(f"{len(taken)} requests take as many counts, not {len(counts)}")
         rows = np.array(taken, np.int64)
         exact = int32(counts, "counts of new tokens").astype(np.int64)
-        if exact.ndim != 1:
-            raise UsageError("each item of the work has one count")
+        if exact.shape != rows.shape:
+            raise UsageError(f"{len(taken)} requests take as many counts, not {counts!r}")
         holders = self.holders
         for request in requests:
             if request.rows is not self or holders[request.row] is not request:

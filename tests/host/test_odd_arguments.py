@@ -31,7 +31,7 @@ CALLS = {
     "drop": lambda made: [made.admitted.ids[:1], 1],
     "free": lambda made: [made.admitted],
     "run": lambda made: [[Work(made.admitted, 1)], 1, 1, 8],
-    "skip": lambda made: [[Work(made.admitted, 1)]],
+    "skip": lambda made: [[made.admitted], [1]],
     "prefill": lambda made: [made.admitted, [5]],
     "decode": lambda made: [1, [made.admitted]],
     "retire": lambda made: [made.ticket],
