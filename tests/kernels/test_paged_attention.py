@@ -29,6 +29,7 @@ class Case:
     window: int | None = None
     sinks: np.ndarray | None = None
     soft_cap: float | None = None
+    fresh_mask: np.ndarray | None = None
 
 
 def random_case(
@@ -69,9 +70,11 @@ def attended(case: Case) -> np.ndarray:
     past = None if case.past is None else Tokens(*map(jnp.asarray, case.past))
     mask = None if case.past_mask is None else jnp.asarray(case.past_mask)
     sinks = None if case.sinks is None else jnp.asarray(case.sinks)
+    fresh_mask = None if case.fresh_mask is None else jnp.asarray(case.fresh_mask)
     out = jitted(
         jnp.asarray(case.query), Tokens(*map(jnp.asarray, case.fresh)), jnp.asarray(case.valid),
         past, mask, scale=case.scale, window=case.window, sinks=sinks, soft_cap=case.soft_cap,
+        fresh_mask=fresh_mask,
     )  # fmt: skip
     return np.asarray(out)
 
@@ -82,7 +85,8 @@ def attended_by_numpy(case: Case) -> np.ndarray:
     out = np.zeros((requests, new, query_heads, case.fresh[1].shape[3]))
     for request, token, head in np.ndindex(requests, new, query_heads):
         oldest = 0 if case.window is None else max(0, token - case.window + 1)
-        seen = [index for index in range(oldest, token + 1) if case.valid[request, index]]
+        left = case.valid if case.fresh_mask is None else case.valid & case.fresh_mask[:, token]
+        seen = [index for index in range(oldest, token + 1) if left[request, index]]
         keys, values = (part[request, seen, head // group] for part in case.fresh)
         if case.past is not None:
             row = token if case.past_mask.shape[1] > 1 else 0
@@ -160,6 +164,16 @@ def test_a_query_that_sees_nothing_gives_zeros():
     out = attended(case)
     assert not out[0].any()
     assert out[1].all()
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_query_sees_only_the_fresh_tokens_that_it_is_left_with(new):
+    case = random_case(5, new, [3, PAGE], new_lengths=[new, max(1, new - 2)], has_sinks=True)
+    kept = np.random.default_rng(0).random((2, new, new)) < 0.5
+    kept[1] = False  # not even its own
+    narrowed = replace(case, fresh_mask=kept)
+    np.testing.assert_allclose(attended(narrowed), attended_by_numpy(narrowed), atol=2e-6)
+    assert np.abs(attended(narrowed) - attended(case)).max() > 0.01
 
 
 def test_one_mask_row_serves_all_queries():
@@ -257,6 +271,8 @@ CASE = random_case(0, 2, [PAGE, 3], has_sinks=True)
         ("soft_cap is 0", {"soft_cap": 0.0}),
         ("soft_cap is nan", {"soft_cap": np.nan}),
         ("sinks is", {"sinks": CASE.sinks[:1]}),
+        ("fresh_mask is bool", {"fresh_mask": np.ones((2, 1, 2), bool)}),
+        ("fresh_mask is int32", {"fresh_mask": np.ones((2, 2, 2), np.int32)}),
     ],
 )
 def test_bad_input_is_refused_by_name(message, changed):

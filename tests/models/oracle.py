@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 
 import unimem_jax as um
 from tests.models.references.network import write_folder as write_folder
-from tests.models.through_arena import Service
+from tests.models.through_arena import QUICK, Service
 from unimem_jax.allocator import number_of
 from unimem_jax.errors import UsageError
 from unimem_jax.requests import Request
@@ -87,7 +88,7 @@ def whole(model: Any, params: Any, prompts: list[list[int]]) -> np.ndarray:
         row[: len(ids)] = ids
     lengths = jnp.asarray([len(ids) for ids in prompts], jnp.int32)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def run(params: Any, tokens: jax.Array) -> jax.Array:
         views = um.FreshViews.of(model.parts(), lengths, rows.shape[1])
         return model.apply(params, tokens, views)[0]

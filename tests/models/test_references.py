@@ -30,12 +30,11 @@ from tests.models.reference import (
 from tests.models.references.network import FOLDER, draw_tensors, write_folder
 from tests.models.through_arena import Service
 
-NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+SPARSE = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "deepseek_v32")
+NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5", *SPARSE)
 # Expanded while it is loaded, the packed network differs from "gpt_oss" in nothing that serves it.
 SERVED = ("gpt_oss", "qwen3", "qwen3_5")
-# What these add to Qwen3.5 knows nothing of pages: one way is quick, the others are slow.
-SPARSE = ("qwen3_5_moe", "qwen3_next")
-FIRST_PAIR = (8, 16)
+FIRST_PAIR = (8, 16)  # the other ways of networks with experts are slow tests
 # Root mean square error of logits, in standard deviations of the logits; see docs/MODELS.md.
 BFLOAT16_BOUNDS = {"qwen3": 0.015, "qwen3_5": 0.05}
 LOADERS = {"qwen3": qwen3.load, "qwen3_5": qwen3_5.load}
@@ -50,7 +49,12 @@ def reference(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Referen
     return open_reference(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("reference", NETWORKS, indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "reference",
+    [pytest.param(n, marks=pytest.mark.slow if n in SPARSE else ()) for n in NETWORKS],
+    indirect=True,
+    scope="module",
+)
 def test_logits_without_a_past_are_those_of_transformers(reference: Reference) -> None:
     oracle = reference.oracle
     found = whole(reference.model, reference.params, oracle.prompts)

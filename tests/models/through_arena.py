@@ -11,6 +11,9 @@ from unimem_jax.allocator import number_of
 from unimem_jax.requests import Request, Work
 from unimem_jax.spec import PartKey
 
+# Compiling takes nearly all of the time of these tests, and this a third less.
+QUICK = {"xla_backend_optimization_level": 0}
+
 
 class Service:
     """A model over an arena: one program for chunks and one for single tokens.
@@ -30,7 +33,7 @@ class Service:
         self.params, self.rows, self.chunk_tokens = params, rows, chunk_tokens
         self.device = self.memory.init()
         self._pages = self.memory.bucket_pages(context_tokens)
-        self._run = jax.jit(um.step(model, self.plan), donate_argnums=1)
+        self._run = jax.jit(um.step(model, self.plan), donate_argnums=1, compiler_options=QUICK)
 
     def prefill(self, known: Sequence[Sequence[int]], room: int) -> tuple[list[Request], Any]:
         """Admits one request per list of tokens and runs them in chunks, all rows together.
