@@ -1,4 +1,4 @@
-"""The command line: `unimem generate`, `unimem plan`, `unimem demo`, `unimem fetch`.
+"""The command line: `unimem generate`, `plan`, `demo`, `simulate`, `fetch`.
 
 Results go to standard output, progress (on a terminal) and errors to standard error. A mistake of
 the caller is one line and exit code 2, a failure while running is one line and exit code 1, Ctrl-C
@@ -10,25 +10,19 @@ Only here is the environment read, and only here does JAX get a folder for compi
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
 from unimem_jax.errors import OutOfMemory, PeerError, UsageError
+from unimem_jax.options import SIMULATE_TEXT, add_simulate, size
 from unimem_jax.output import replacing
 from unimem_jax.sampling import Sampling
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
-SIZE_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("kmgt", 1)
-    for suffix, base in (("b", 1000), ("ib", 1024))
-}
 DEMO_PICTURE = "out/arena.png"
 SHOWN_COMPLETIONS = (0, 3, 8)  # of the demonstration: a short prompt, a long one, another short one
 
@@ -58,23 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", INTERRUPTED)
 
 
-def size(text: str) -> int:
-    """Bytes from "256MiB", "1GiB", "1e9", "64kB" or a plain number.
-
-    Raises:
-      UsageError: for anything else, and for less than one byte.
-    """
-    number, units = r"([0-9]+(?:\.[0-9]*)?(?:e\+?[0-9]{1,2})?)", r"([kmgt]?i?b?)"
-    found = re.fullmatch(rf"{number}\s*{units}", text.strip().lower())
-    unit = SIZE_UNITS.get(found[2]) if found else None
-    if found is None or unit is None:
-        raise UsageError(f"a size is a number with B, kB, MB, GB, KiB, MiB or GiB, not {text!r}")
-    byte_count = int(Decimal(found[1]) * unit)
-    if byte_count < 1:
-        raise UsageError(f"a size is at least one byte, not {text!r}")
-    return byte_count
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("unimem", description="Hybrid language models in one arena of memory.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -100,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "generate":
             _add_generate(command)
+    simulating = commands.add_parser("simulate", help=SIMULATE_TEXT, description=SIMULATE_TEXT)
+    simulating.set_defaults(run=_simulate)
+    add_simulate(simulating)
     text = "get the weights of a model that ships none"
     fetching = commands.add_parser("fetch", help=text, description=text)
     fetching.set_defaults(run=_fetch)
@@ -229,6 +209,32 @@ def _demo(options: argparse.Namespace) -> int:
         draw_arena(engine.plan, found.moments, picture)
         write_json(found.to_json())
     print(f"{'picture of the arena':<26}  {options.picture}")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    arena_bytes = size(options.arena)
+    with ExitStack() as opened:
+        plot = opened.enter_context(replacing(options.plot)) if options.plot else None
+        write_json = opened.enter_context(_json_file(options))
+        from unimem_jax.picture import draw_arena
+        from unimem_jax.replay import Load, replay
+
+        load = Load(
+            options.trace, options.limit, options.arrivals, options.input, options.output,
+            options.requests, options.concurrency,
+        )  # fmt: skip
+        requests = load.read()
+        with _progress(len(requests), unit="request") as advance:
+            found = replay(
+                options.model, arena_bytes, load, requests, layout=options.layout,
+                policy=options.policy, page_tokens=options.page, on_ended=advance,
+                is_drawn=plot is not None,
+            )  # fmt: skip
+        print(found.table())
+        if plot is not None:
+            draw_arena(found.plan, found.moments, plot, found.at_s)
+        write_json(found.to_json())
     return 0
 
 

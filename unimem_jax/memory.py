@@ -185,7 +185,7 @@ class Memory(Holdings):
         self._settle(batch)
         return tuple(packets)
 
-    def skip(self, requests: Sequence[Request], counts: Sequence[int]) -> np.ndarray:
+    def skip(self, requests: Sequence[Request], counts: np.ndarray) -> np.ndarray:
         """As `run`, without tokens and packets: for simulations, which have no device.
 
         Returns: int64[requests], their lengths after the step.

@@ -44,11 +44,16 @@ def observe(memory: Memory, running: int, waiting: int) -> Moment:
     )
 
 
-def draw_arena(plan: Plan, moments: Sequence[Moment], file: BinaryIO) -> None:
+def draw_arena(
+    plan: Plan, moments: Sequence[Moment], file: BinaryIO, at_s: Sequence[float] | None = None
+) -> None:
     """Writes a PNG: bands at their addresses over steps, and below them running and waiting.
 
     A band is drawn light where it lies and full for the share of it that is held, so light is what
     its holes take.
+
+    Args:
+      at_s: seconds of each moment; by default moments are steps, one after another.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second, and only for pictures
     from matplotlib.figure import Figure
@@ -56,7 +61,7 @@ def draw_arena(plan: Plan, moments: Sequence[Moment], file: BinaryIO) -> None:
     figure = Figure(figsize=(10, 6), layout="constrained")
     FigureCanvasAgg(figure)
     bands, queue = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    steps = np.arange(len(moments))
+    steps = np.arange(len(moments)) if at_s is None else np.array(at_s)
     for pool in plan.sub_pools:
         colour = COLOURS[pool.index % len(COLOURS)]
         low, high = np.array([moment.edges[pool.index] for moment in moments]).T / MEBIBYTE
@@ -73,6 +78,6 @@ def draw_arena(plan: Plan, moments: Sequence[Moment], file: BinaryIO) -> None:
     bands.legend(loc="upper right", fontsize="small")
     queue.step(steps, [moment.running for moment in moments], where="mid", label="running")
     queue.step(steps, [moment.waiting for moment in moments], where="mid", label="waiting")
-    queue.set(xlabel="step", ylabel="requests", ylim=(0, None))
+    queue.set(xlabel="step" if at_s is None else "seconds", ylabel="requests", ylim=(0, None))
     queue.legend(loc="upper right", fontsize="small")
     figure.savefig(file, format="png", dpi=120)

@@ -26,21 +26,27 @@ COARSE_FILLS = (20, 32)
 FILL_STEPS = (4, 1)  # of the search, coarse then fine
 
 
-def default_split(plan: Plan) -> Split:
-    """The split of a plan's bytes at SGLang's default ratios.
+def default_split(
+    plan: Plan,
+    *,
+    state_per_token: float = STATE_PER_TOKEN_BYTES,
+    window_per_context: float = WINDOW_PER_CONTEXT,
+) -> Split:
+    """The split of a plan's bytes at SGLang's default ratios, or at others.
 
-    For each token of whole context there are 0.8 tokens of each window, and 0.9 bytes of request
-    state for each byte of token state. Named request state, which no request takes by itself, gets
-    none.
+    Args:
+      state_per_token: bytes of request state for each byte of token state. Named request state,
+        which no request takes by itself, gets none.
+      window_per_context: tokens of each window for each token of whole context.
     """
     granules = plan.arena_granules
     slots = 0
     if plan.slot_pools:
-        share = granules * STATE_PER_TOKEN_BYTES / (1 + STATE_PER_TOKEN_BYTES)
+        share = granules * state_per_token / (1 + state_per_token)
         share = share if plan.token_pools else granules
         slots = int(share / sum(pool.unit_granules for pool in plan.slot_pools))
         granules -= slots * sum(pool.unit_granules for pool in plan.slot_pools)
-    ratios = [1 if pool.lifetime.kind == "context" else WINDOW_PER_CONTEXT
+    ratios = [1 if pool.lifetime.kind == "context" else window_per_context
               for pool in plan.token_pools]  # fmt: skip
     page_sum = sum(
         pool.unit_granules * ratio for pool, ratio in zip(plan.token_pools, ratios, strict=True)

@@ -114,7 +114,7 @@ def test_a_prompt_that_a_pin_blocks_goes_on_where_it_stopped(
     [
         lambda memory, request: memory.free(request),
         lambda memory, request: memory.run([Work(request, 1, np.arange(1))]),
-        lambda memory, request: memory.skip([request], [1]),
+        lambda memory, request: memory.skip([request], np.array([1])),
         lambda memory, request: memory.decode(1, [request]),
     ],
 )

@@ -11,9 +11,9 @@ from tests.tidy.tree import PACKAGES, Breach, Files, Rule, imports, module_name,
 # Lowest first. Modules of one layer may import each other as long as that makes no cycle.
 HOST_LAYERS = (
     ("errors",),
-    ("spec", "sampling", "text"),
+    ("spec", "sampling", "text", "options"),
     ("bands", "geometries", "pads"),
-    ("plan",),
+    ("plan", "weights"),
     ("ledger", "tables"),
     ("layout",),
     ("capacity",),
@@ -25,8 +25,9 @@ HOST_LAYERS = (
     ("holdings",),
     ("memory",),
     ("schedule",),
-    ("serving", "simulate"),
-    ("splits",),
+    ("serving", "step_time", "trace"),
+    ("simulate",),
+    ("blocks", "splits"),
     ("output",),
 )
 JAX_LAYERS = (
@@ -36,7 +37,7 @@ JAX_LAYERS = (
     ("programs",),
     ("engine", "load"),
     ("picture",),
-    ("demo",),
+    ("demo", "replay"),
     ("cli",),
 )
 HEIGHT = {
