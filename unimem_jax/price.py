@@ -14,8 +14,8 @@ R2  A page is dropped by the step after which no query sees it; it can be grante
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 from unimem_jax.plan import Plan, SubPool, size_text
@@ -31,6 +31,11 @@ class Prices:
     """Prices of one plan. All methods are pure and cost a few operations per sub-pool."""
 
     plan: Plan
+    _growths: Callable[[int, int, bool], Demand] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Most are of one token onto a new page, and come again for every request.
+        object.__setattr__(self, "_growths", lru_cache(GROWTHS)(self._growth))
 
     def pages(self, tokens: int) -> int:
         """Pages that `tokens` tokens touch."""
@@ -71,11 +76,6 @@ class Prices:
     def growth(self, length: int, target: int, fused: bool = False) -> Demand:
         """Units to grant before a step that takes a request from `length` to `target` tokens."""
         return self._growths(length, target, fused)
-
-    @cached_property
-    def _growths(self) -> Callable[[int, int, bool], Demand]:
-        # Most are of one token onto a new page, and come again for every request.
-        return lru_cache(GROWTHS)(self._growth)
 
     def _growth(self, length: int, target: int, fused: bool) -> Demand:
         return tuple(
