@@ -56,6 +56,7 @@ class Holdings:
         self.tables = tables_of(plan, rows, self.prices.pages(context_tokens))
         self.pending = Pending(plan, self.tables, rows, self.allocator)
         self._columns = Rows(rows, len(plan.slot_pools))
+        self._one_page = tuple(int(not pool.is_slot) for pool in plan.sub_pools)
 
     @property
     def free_rows(self) -> int:
@@ -262,12 +263,17 @@ class Holdings:
         if not growing:
             return
         demand = covered = (0,) * len(self.plan.sub_pools)
+        turning: list[int] = []  # those who turn one page, in every sub-pool of pages
+        others: list[int] = []
         for at in growing:
             request, target = batch.requests[at], int(targets[at])
             growth = self.prices.growth(request.length, target, fused)
             demand = add(demand, growth)
             if request.peak is not None:
                 covered = add(covered, tuple(map(min, growth, self._uncovered(request))))
+            is_turn = growth == self._one_page
+            is_turn = is_turn and self.prices.pages(target) == len(request.ids) + 1
+            (turning if is_turn else others).append(at)
         uncovered = less(demand, covered)
         self.allocator.commit(uncovered)
         try:
@@ -275,8 +281,19 @@ class Holdings:
         except OutOfMemory:  # pins are in the way
             self.allocator.uncommit(uncovered)
             raise
-        for at in growing:
+        self._turn([batch.requests[at] for at in turning])
+        for at in others:
             self._grant(batch.requests[at], int(targets[at]), fused)
+
+    def _turn(self, requests: list[Request]) -> None:
+        """`_grant` of one page everywhere to each, as nearly all decode steps need, at once."""
+        if not requests:
+            return
+        pools = [pool.index for pool in self.plan.token_pools]
+        for request, id_ in zip(requests, self._grant_pages(len(requests), pools), strict=True):
+            self.pending.set_pages(request.row, len(request.ids), [id_])
+            request.ids.append(id_)
+            self._columns.capacity[request.row] = self._capacity(request)
 
     def _grant(self, request: Request, target: int, fused: bool) -> None:
         """Takes ids and units that are committed and for which `make_room` has made room."""
