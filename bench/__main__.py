@@ -10,6 +10,7 @@ COMMANDS = {
         "tokens/s of the decode loop, packed entries beside one array per layer; or Transformers",
     ),
     "kernels": ("bench.kernels", "time of every kernel at the shapes of its cases"),
+    "simulate": ("bench.simulate", "requests at once in one arena, a split and equal blocks"),
     "train-embedded": ("bench.train_embedded", "trains the embedded model from public text"),
 }
 

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -220,19 +220,15 @@ def _simulate(options: argparse.Namespace) -> int:
         from unimem_jax.picture import draw_arena
         from unimem_jax.replay import Load, replay
 
-        load = Load(
-            options.trace, options.limit, options.arrivals, options.input, options.output,
-            options.requests, options.concurrency,
-        )  # fmt: skip
+        load = Load(*(getattr(options, one.name) for one in fields(Load)))
         requests = load.read()
         with _progress(len(requests), unit="request") as advance:
             found = replay(
-                options.model, arena_bytes, load, requests, layout=options.layout,
-                policy=options.policy, page_tokens=options.page, on_ended=advance,
-                is_drawn=plot is not None,
+                options.model, arena_bytes, load, requests, layout=options.layout, on_ended=advance,
+                policy=options.policy, page_tokens=options.page, is_drawn=plot is not None,
             )  # fmt: skip
         print(found.table())
-        if plot is not None:
+        if plot:
             draw_arena(found.plan, found.moments, plot, found.at_s)
         write_json(found.to_json())
     return 0

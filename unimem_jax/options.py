@@ -39,8 +39,10 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--trace", metavar="FILE", help="CSV or JSON lines; docs/SIMULATE.md")
     command.add_argument("--limit", type=int, metavar="N", help="the first N requests of the trace")
     command.add_argument("--arrivals", metavar="trace|at-once", help="of a trace; as it says")
-    command.add_argument("--input", type=int, metavar="TOKENS", help="without a trace: of a prompt")
-    command.add_argument("--output", type=int, metavar="TOKENS", help="and what it generates")
+    for side, what in (("input", "without a trace: of a prompt"), ("output", "what it generates")):
+        command.add_argument(
+            f"--{side}", dest=f"{side}_tokens", type=int, metavar="TOKENS", help=what
+        )
     command.add_argument("--requests", type=int, metavar="N", help="how many of these")
     command.add_argument("--concurrency", type=int, metavar="N", help="of these, at a time")
     command.add_argument(
