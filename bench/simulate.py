@@ -35,7 +35,8 @@ LAYOUTS = ("unified", "split", "blocks")
 HOST_RUNNING = (32, 128, 1024)
 HOST_STEPS = {32: 1024, 128: 512, 1024: 96}  # that are timed
 HOST_ROUNDS = 5
-SEARCH_STEPS = 8  # halvings of the bytes between two bounds
+SEARCH_STEPS = 6  # towards the bytes at which a split runs the published number
+NEAR = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,12 @@ class Published:
     concurrency: int
     split_running: float
     ratio: float
-    bounds: tuple[int, int]  # bytes between which the arena is searched
+    first_bytes: int  # where the search for the arena begins
 
 
 PUBLISHED = (
-    Published("gpt-oss-20b", (512, 1536, 2048), 1024, 618, 1.6, (24 * GIB, 56 * GIB)),
-    Published("qwen3.5-4b", (16384, 4096, 128), 64, 22, 1.45, (8 * GIB, 40 * GIB)),
+    Published("gpt-oss-20b", (512, 1536, 1536), 1024, 618, 1.6, 34 * GIB),
+    Published("qwen3.5-4b", (16384, 4096, 128), 64, 22, 1.45, 24 * GIB),
 )
 
 
@@ -112,16 +113,19 @@ def published(only: str) -> Iterator[dict[str, Any]]:
         if only not in case.model:
             continue
         load = Load(None, None, None, *case.load, case.concurrency)
-        low, high = case.bounds
+        arena_bytes = case.first_bytes
+        split = _replayed(case, load, arena_bytes, "split")
         for _ in range(SEARCH_STEPS):
-            middle = (low + high) // 2
-            is_enough = _running(case, load, middle, "split") >= case.split_running
-            low, high = (low, middle) if is_enough else (middle, high)
-        split, unified = (_replayed(case, load, high, layout) for layout in ("split", "unified"))
+            lack = case.split_running / split.simulated.running_mean
+            if abs(lack - 1) < NEAR:
+                break
+            arena_bytes = int(arena_bytes * lack)  # running grows nearly as bytes do
+            split = _replayed(case, load, arena_bytes, "split")
+        unified = _replayed(case, load, arena_bytes, "unified")
         ratio = unified.simulated.running_mean / split.simulated.running_mean
         title = "{}, {:,} / {:,}, {}".format(case.model, *case.load[:2], case.concurrency)
         print(
-            f"{title:50}{high:>16,}{split.simulated.running_mean:>8.1f}"
+            f"{title:50}{arena_bytes:>16,}{split.simulated.running_mean:>8.1f}"
             f"{unified.simulated.running_mean:>9.1f}{ratio:>7.2f}",
             flush=True,
         )
@@ -143,10 +147,6 @@ def host(only: str) -> Iterator[dict[str, Any]]:
         each = (us[1024] - us[32]) / (1024 - 32)
         print(f"{model:50}{us[32] - 32 * each:.0f} us + {each:.2f} us a running request")
         yield {"model": model, "us": us, "fixed_us": us[32] - 32 * each, "per_request_us": each}
-
-
-def _running(case: Published, load: Load, arena_bytes: int, layout: str) -> float:
-    return _replayed(case, load, arena_bytes, layout).simulated.running_mean
 
 
 def _replayed(case: Published, load: Load, arena_bytes: int, layout: str) -> Replayed:

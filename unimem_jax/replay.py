@@ -134,7 +134,7 @@ class Replayed:
             ("retractions per 1,000", f"{per_1000:,.0f}"),
             ("prefix tokens found", "0 (prompts are computed whole)"),
             ("moved", size_text(found.moved_bytes)),
-            ("arena unused while some wait", f"{found.waste_fraction:.1%}"),
+            ("unused while some wait for it", f"{found.waste_fraction:.1%}"),
             ("tokens per second, modelled", f"{timing.tokens_per_s:,.0f}"),
             (
                 "first token, p50 and p99",

@@ -55,7 +55,7 @@ class Simulated:
       needed_tokens: what a run without retractions computes.
       moved_bytes: bytes that the allocator moved.
       waste_fraction: share of the arena that holds nothing that a running request needs, on
-        average over the steps in which a request waits; 0 if none ever does.
+        average over the steps in which a request waits for memory; 0 if none ever does.
       host_us_per_request_step: processor time of the run (scheduling, bookkeeping, the step-time
         model and whatever else the process did) for each running request of each step.
       timing: with a step-time model.
@@ -157,7 +157,7 @@ class Simulation:
         self._computed = self._moved_bytes = 0
         self.now_s = self._wasted = 0.0
         self._began_s = time.process_time()  # asked once: it is a system call
-        self._crowded = 0  # steps in which a request waits
+        self._crowded = 0  # steps in which a request waits for memory
         self._first_s: list[float] = []
 
     @property
@@ -236,8 +236,9 @@ class Simulation:
 
     def _spend(self, lengths: np.ndarray, counts: np.ndarray) -> None:
         """Adds up what a step takes."""
-        self._computed += int(counts.sum())
-        if self.queue.waiting:
+        tokens = int(counts.sum())
+        self._computed += tokens
+        if self.queue.waiting and tokens < self.limits.budget_tokens:  # for memory, that is
             self._crowded += 1
             if len(lengths) == len(self.queue.running):
                 needed = self._state.total(lengths)
