@@ -15,7 +15,6 @@ from unimem_jax.errors import OutOfMemory, UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet
 from unimem_jax.plan import Plan
-from unimem_jax.price import Prices
 from unimem_jax.requests import Prefix, Work
 
 SCRATCH = {"marks", "refusals"}  # may change in a call that raises
@@ -28,7 +27,7 @@ def frozen(thing, seen=None):
         return thing.shape, thing.dtype.str, thing.tobytes()
     if isinstance(thing, (int, float, str, bytes, type(None), np.generic)):
         return thing
-    if id(thing) in seen or isinstance(thing, (memoryview, Plan, Prices)) or callable(thing):
+    if id(thing) in seen or isinstance(thing, (memoryview, Plan)) or callable(thing):
         return seen.get(id(thing))
     seen[id(thing)] = f"object {len(seen)}"
     if isinstance(thing, dict):
