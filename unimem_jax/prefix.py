@@ -22,7 +22,8 @@ F5  Every node that has a mark or no children is a candidate to go, so that ever
 import heapq
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,24 @@ class PrefixCache:
             run >= prices.pages(length) - prices.first_page(window.lifetime, length)
             for run, window in zip(runs, self.tree.windows, strict=True)
         )
+
+    @contextmanager
+    def held(self, matches: Sequence[Match]) -> Iterator[None]:
+        """Keeps what matches name from going while room is made for those who begin there."""
+        tree = self.tree
+        shares: list[tuple[int, Sequence[int]]] = []
+        for match in matches:
+            first = [tree.prices.first_page(w.lifetime, match.length) for w in tree.windows]
+            shares += [(pool, match.ids) for pool in tree.whole]
+            shares += [(w.index, match.ids[at:]) for w, at in zip(tree.windows, first, strict=True)]
+            shares += [(p, [slot]) for p, slot in zip(tree.states, match.slots, strict=False)]
+        for pool, ids in shares:
+            self.allocator.share(ids, pool)
+        try:
+            yield
+        finally:
+            for pool, ids in shares:
+                self.allocator.drop(ids, pool)
 
     def use(self, match: Match, tokens: int) -> None:
         """Notes that a request of so many tokens resumes from a match: it is worth keeping."""

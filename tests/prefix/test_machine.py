@@ -38,17 +38,17 @@ def live(world, steps=STEPS):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_agrees_with_its_twins(kind, page_tokens):
     evictions = hits = 0
-    arena_bytes = (16 << 10) + 2048 * page_tokens + (STATE in KINDS[kind]) * (12 << 10)
+    arena_bytes = (16 << 10) + 2048 * page_tokens + (STATE in KINDS[kind]) * (24 << 10)
     for seed in range(2):
         world = live(World(kind, page_tokens, arena_bytes, seed=seed))
         evictions += world.cache.metrics()["evicted"]
-        hits += world.hits
+        hits += world.resumed
         world.finish()
     assert evictions, "room was never short"
     assert hits, "requests never meet what others left"
 
 
 def test_a_cache_agrees_with_its_twins_in_shares_of_their_own():
-    world = live(World("hybrid", layout=Split((2, 5, 5, 8))), 300)
-    assert world.hits
+    world = live(World("hybrid", 4, 48 << 10, layout=Split((5, 8, 12, 12))), 300)
+    assert world.resumed
     world.finish()

@@ -9,8 +9,7 @@ from unimem_jax.errors import UsageError
 
 def computed(world, tokens, namespace=None, chunks=None):
     """A request that has computed `tokens` without the cache, chunk by chunk."""
-    one = Running([], world.memory.open(), len(tokens), namespace)
-    one.goal = list(tokens)
+    one = Running([], world.memory.open(), list(tokens), namespace)
     for count in chunks or [len(tokens)]:
         extend(world, one, tokens[len(one.tokens) : len(one.tokens) + count])
     world.running.append(one)

@@ -12,6 +12,7 @@ import unimem_jax as um
 from unimem_jax.allocator import number_of
 from unimem_jax.memory import Memory
 from unimem_jax.prefix import PrefixCache
+from unimem_jax.requests import Prefix, Work
 from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
 
 STATE = Part(Site(0), "state", (96,), "float32", REQUEST)
@@ -34,7 +35,7 @@ class Running:
 
     tokens: list
     request: object
-    target: int
+    goal: list
     namespace: object = None
 
 
@@ -50,6 +51,8 @@ class World:
     layout: object = "unified"
     running: list = field(default_factory=list)
     hits: int = 0
+    resumed: int = 0
+    holding: list = field(default_factory=list)
 
     def __post_init__(self):
         self.plan = um.plan(KINDS[self.kind], self.arena_bytes, self.page_tokens)
@@ -119,11 +122,34 @@ class World:
         return (known + [self.rng.randrange(self.letters) for _ in range(count)])[:most]
 
     def start(self):
-        if self.memory.free_rows:
-            tokens = self.words()
-            one = Running([], self.memory.open(), len(tokens), self.rng.choice([None, "other"]))
-            one.goal = tokens
-            self.running.append(one)
+        """A request that resumes as far as it may; cold where its copies have no room."""
+        if not self.memory.free_rows:
+            return
+        tokens, namespace = self.words(), self.rng.choice([None, "other"])
+        match = self.match(tokens, namespace)
+        begin = Prefix()
+        with self.cache.held([match]):
+            self.holding = [match]
+            if self.evict(self.memory.copies(match.length)):
+                begin = Prefix(match.length, match.ids, match.slots)
+                self.cache.use(match, len(tokens))
+            self.holding = []
+            request = self.memory.open(prefix=begin)
+        one = Running(tokens[: begin.length], request, tokens, namespace)
+        self.running.append(one)
+        self.resumed += begin.length > 0
+        self.verify(one)
+
+    def verify(self, one):
+        """What a request holds is the state of its tokens."""
+        length = len(one.tokens)
+        for pool in self.plan.token_pools:
+            first = self.memory.prices.first_page(pool.lifetime, length)
+            for page in range(first, len(one.request.ids)):
+                end = min(length, (page + 1) * self.page_tokens)
+                assert self.content(pool.index, one.request.ids[page])[:end] == one.tokens[:end]
+        for pool, slot in zip(self.plan.slot_pools, one.request.slots, strict=False):
+            assert self.content(pool.index, slot) == one.tokens
 
     def grow(self, one):
         """Computes some more tokens, after evicting for them; False if there is no room."""
@@ -135,9 +161,10 @@ class World:
             return False
         length = len(one.tokens)
         demand = self.memory.prices.growth(length, length + len(more))
+        self.verify(one)
         if not self.evict(demand):
             return False
-        self.memory.skip([one.request], [len(more)])
+        self.memory.skip([Work(one.request, len(more), more)])
         one.tokens += more
         self.write(one)
         return True
@@ -164,6 +191,12 @@ class World:
                 first = self.memory.prices.first_page(pool.lifetime, len(one.tokens))
                 held[pool.index] |= set(one.request.ids[first:])
             for pool, slot in zip(self.plan.slot_pools, one.request.slots, strict=False):
+                held[pool.index].add(slot)
+        for match in self.holding:
+            for pool in self.plan.token_pools:
+                first = self.memory.prices.first_page(pool.lifetime, match.length)
+                held[pool.index] |= set(match.ids[first:])
+            for pool, slot in zip(self.plan.slot_pools, match.slots, strict=False):
                 held[pool.index].add(slot)
         counts = tuple(len(ids) + more for ids, more in zip(held, demand, strict=True))
         return self.allocator.layout.fits(counts)
