@@ -5,17 +5,16 @@ The engine owns the device state and the clock. Everything it decides is decided
 A step of the engine is at most one program for all rows that decode and a few for chunks of
 prompts, each of a shape from a short list, so that nothing compiles after `warm_up`.
 
-E1  After every call the memory holds what running generations have computed, and nothing else.
+E1  After every call the memory holds what running generations have computed, and what the prefix
+    cache keeps of others where there is one; nothing else.
 E2  A generation that is retracted or restarted goes on with the same tokens: it computes what it
     knows again, and randomness comes from (seed, position) alone.
 E3  Whatever is wrong with a prompt or its options is found before anything runs.
 E4  SIGINT is delivered between changes, never inside one.
 """
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from unimem_jax.admission import CHECKPOINT_TOKENS, Admission, PrefixAdmission
 from unimem_jax.allocator import UNIFIED, Split
 from unimem_jax.errors import InvariantError, UsageError, require_counts, require_positive
+from unimem_jax.interrupts import interrupts_held
 from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet, Shape, blank, step_shape, upkeep_shape
 from unimem_jax.plan import plan
 from unimem_jax.programs import Programs
 from unimem_jax.sampling import Sampling
-from unimem_jax.schedule import Limits, Queue, batches, room, schedule
+from unimem_jax.schedule import Limits, Queue, batches
 from unimem_jax.serving import Completion, Intake, Piece, Prompt, Served, joined
 from unimem_jax.step import Model, StepOut
 from unimem_jax.text import ByteText, Tokenizer
@@ -49,6 +50,7 @@ class Statistics:
       generated_tokens: sampled and kept.
       computed_tokens: run through the model, prompts included.
       recomputed_tokens: of those, computed before and lost by a retraction.
+      prefix_hit_tokens: known to requests and not computed, since a kept prefix had them.
       moved_units, moved_bytes: moves of the allocator.
       seconds: inside steps; `tokens_per_second` counts generated tokens over them.
     """
@@ -60,6 +62,7 @@ class Statistics:
     generated_tokens: int
     computed_tokens: int
     recomputed_tokens: int
+    prefix_hit_tokens: int
     moved_units: int
     moved_bytes: int
     seconds: float
@@ -80,6 +83,9 @@ class Engine:
       context_tokens: longest request, prompt and new tokens; the model's by default.
       layout: `UNIFIED`, or `Split(caps)` to compare with separate pools.
       compaction_bytes: most bytes that a step moves ahead of need, to pay down fragmentation.
+      prefix_cache: whether what requests leave behind is kept, as long as nobody wants its bytes,
+        for others that begin with the same tokens.
+      checkpoint_tokens: with it, fewest tokens of a prompt that a copy of running state saves.
       tokenizer: turns text into tokens and back; a model with `text == "bytes"` needs none.
       program_folder: keeps compiled programs of models of this package, so that the next start
         neither traces nor compiles; a folder that only its owner writes, since it holds code.
@@ -89,15 +95,18 @@ class Engine:
     """
 
     memory: Memory
+    _admission: Admission
     _device: Any
 
     def __init__(
         self, model: Model, params: Any, *, arena_bytes: int, page_tokens: int = 16,
         rows: int = 64, chunk_tokens: int = 64, context_tokens: int | None = None,
         layout: str | Split = UNIFIED, compaction_bytes: int = 0,
+        prefix_cache: bool = False, checkpoint_tokens: int = CHECKPOINT_TOKENS,
         tokenizer: Tokenizer | None = None, program_folder: str | Path | None = None,
     ):  # fmt: skip
         (compaction_bytes,) = require_counts(compaction_bytes=compaction_bytes)
+        (checkpoint_tokens,) = require_positive(checkpoint_tokens=checkpoint_tokens)
         longest = getattr(model, "context_tokens", None)
         context = longest or CONTEXT_TOKENS if context_tokens is None else context_tokens
         context, rows, chunk_tokens = require_positive(
@@ -113,13 +122,15 @@ class Engine:
         chunk_tokens = min(chunk_tokens, context)
         self.limits = Limits(rows, rows + CHUNK_ROWS * chunk_tokens, chunk_tokens, CHUNK_ROWS)
         self._layout, self._compaction_bytes = layout, compaction_bytes
+        self._checkpoint_tokens = checkpoint_tokens if prefix_cache else 0
         self.queue: Queue[Served] = Queue()
         self._served: dict[int, Served] = {}
         self._streamed: set[int] = set()  # indices that `stream` and `generate` read
         self._unread: list[Piece] = []
         self._next_index = 0
         self._steps = self._running_sum = self._running_max = 0
-        self._retractions = self._computed = self._recomputed = self._generated = 0
+        self._retractions = self._computed = self._generated = 0
+        self._sums = (0, 0)  # of memories that were lost
         self._seconds = 0.0
         folder = None if program_folder is None else Path(program_folder)
         self._run = Programs(model, params, self.plan, folder)
@@ -131,37 +142,42 @@ class Engine:
         return not self._served and all(piece.index in self._streamed for piece in self._unread)
 
     def generate(
-        self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> list[Completion]:
+        self, prompts: str | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None, namespace: Hashable = None,
+    ) -> list[Completion]:  # fmt: skip
         """Runs prompts to their end.
 
         Args:
           prompts: texts, or token ids as sequences of ints; one text alone is one prompt.
           sampling: for all prompts, or one for each; greedy by default.
+          namespace: whose kept prefixes the prompts may begin with; others are never looked at.
         Returns:
           One completion per prompt, in order.
         Raises:
           UsageError: for any wrong prompt, before anything runs.
         """
-        served = self.intake.check_all(prompts, sampling, self.memory)
+        served = self.intake.check_all(prompts, sampling, self.memory, namespace)
         pieces: list[list[Piece]] = [[] for _ in served]
         for piece in self._stream(served):
             pieces[piece.index].append(piece)
         return [joined(found, one.prompt_tokens) for one, found in zip(served, pieces, strict=True)]
 
     def stream(
-        self, prompts: str | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> Iterator[Piece]:
+        self, prompts: str | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None, namespace: Hashable = None,
+    ) -> Iterator[Piece]:  # fmt: skip
         """As `generate`, piece by piece as the tokens come.
 
         Closing the iterator gives up its requests and frees their memory. A wrong prompt raises
         here, not at the first piece.
         """
-        return self._stream(self.intake.check_all(prompts, sampling, self.memory))
+        return self._stream(self.intake.check_all(prompts, sampling, self.memory, namespace))
 
-    def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> int:
+    def submit(
+        self, prompt: Prompt, sampling: Sampling | None = None, namespace: Hashable = None
+    ) -> int:
         """Puts one request at the end of the line; `step` runs it. Returns its index."""
-        (served,) = self.intake.check_all([prompt], sampling, self.memory)
+        (served,) = self.intake.check_all([prompt], sampling, self.memory, namespace)
         with interrupts_held():
             return self._submit(served)
 
@@ -227,7 +243,8 @@ class Engine:
             retractions=self._retractions,
             generated_tokens=self._generated,
             computed_tokens=self._computed,
-            recomputed_tokens=self._recomputed,
+            recomputed_tokens=self._sums[0] + self._admission.recomputed_tokens,
+            prefix_hit_tokens=self._sums[1] + self._admission.hit_tokens,
             moved_units=sum(metrics["moved_units"]),
             moved_bytes=metrics["moved_bytes"],
             seconds=self._seconds,
@@ -287,16 +304,13 @@ class Engine:
 
     def _step(self) -> None:
         memory = self.memory
-        decided = schedule(self.queue, memory.prices, room(memory), self.limits)
+        decided = self._admission.decide(self.queue, self.limits)
         if not decided.work:
             raise InvariantError("C2: a step without work while requests wait")
-        for served in decided.retracted:
-            self._release(served)
-            self._recomputed += served.computed
-        for served in decided.admitted:
-            served.request = memory.open(served.words)
+        self._admission.enact(decided)
         outs = [(batch, self._run_batch(batch)) for batch in batches(decided.work, self.limits)]
         self.queue.apply(decided)
+        self._admission.keep(decided.work)
         self._steps += 1
         self._running_sum += len(self.queue.running)
         self._running_max = max(self._running_max, len(self.queue.running))
@@ -339,12 +353,7 @@ class Engine:
     def _leave(self, index: int) -> None:
         served = self._served.pop(index)
         self.queue.leave(served)
-        self._release(served)
-
-    def _release(self, served: Served) -> None:
-        if served.request is not None:
-            self.memory.free(served.request)
-            served.request = None
+        self._admission.release(served)
 
     def _row_bucket(self, count: int) -> int:
         """The smallest power of 4 that holds `count` rows, or all rows."""
@@ -360,33 +369,16 @@ class Engine:
             self.plan, self.limits.rows, self.intake.context_tokens,
             chunk_tokens=self.limits.chunk_tokens, layout=self._layout,
         )  # fmt: skip
+        self._admission = Admission(self.memory)
+        if self._checkpoint_tokens:
+            self._admission = PrefixAdmission(self.memory, self._checkpoint_tokens)
         self._device = self.memory.init()
 
     def _restart(self) -> None:
         """After a failed step: the arena is lost, so every generation waits and will go on (E2)."""
+        lost = self._admission
+        self._sums = (self._sums[0] + lost.recomputed_tokens, self._sums[1] + lost.hit_tokens)
         for served in self._served.values():
             served.request = None
         self.queue.retract(self.queue.running[::-1])
         self._start_memory()
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Holds SIGINT back until the block ends (E4).
-
-    Elsewhere than in the main thread Python never delivers one, and a handler that Python did not
-    install is left alone.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not callable(handler):
-        yield
-        return
-    held: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *received: held.append(received))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])

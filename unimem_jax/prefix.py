@@ -93,7 +93,7 @@ class PrefixCache:
         """
         most = max(0, len(tokens) - 1) if most is None else most
         require_counts(most=most)
-        _require_hashable(namespace)
+        require_hashable(namespace)
         tree, length, known = self.tree, 0, 0
         runs = [0] * len(tree.windows)  # pages in a row up to here that each window still has
         best: Node | None = None
@@ -175,7 +175,7 @@ class PrefixCache:
         known, pages = _plain(tokens), _plain(ids)
         if not known:
             raise UsageError("a prefix has at least one token")
-        _require_hashable(namespace)
+        require_hashable(namespace)
         self.tree.require_held(known, pages, slots)
         node = self.tree.extend(known, pages, namespace)
         is_new = self.tree.has_marks and node.mark is None
@@ -351,6 +351,7 @@ def _plain(values: Sequence[int]) -> list[int]:
     return values if isinstance(values, list) else np.asarray(values).tolist()
 
 
-def _require_hashable(namespace: Hashable) -> None:
+def require_hashable(namespace: Hashable) -> None:
+    """Raises UsageError for a namespace that cannot be told from others."""
     if not isinstance(namespace, Hashable):
         raise UsageError(f"a namespace can be hashed: text, or a tuple of texts, not {namespace!r}")

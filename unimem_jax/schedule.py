@@ -22,6 +22,7 @@ C2  The first that runs makes progress in every step: once all others are retrac
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from unimem_jax.errors import InvariantError, require_positive
 from unimem_jax.memory import Memory
@@ -80,11 +81,31 @@ class StepPlan[G: Generation]:
       retracted: the last that ran first; their memory is freed before anything is granted.
       admitted: in order; each takes a row.
       work: (generation, new tokens), in order of admission.
+      starts: of those admitted, tokens after which each resumes; none where all begin at 0.
     """
 
     retracted: tuple[G, ...]
     admitted: tuple[G, ...]
     work: tuple[tuple[G, int], ...]
+    starts: tuple[int, ...] = ()
+
+
+class Reuse[G: Generation](Protocol):
+    """What changes where generations resume from what others computed."""
+
+    def start(self, generation: G) -> int:
+        """Tokens after which one who waits would resume."""
+        ...
+
+    def until(self, generation: G, computed: int) -> int:
+        """Where its next chunk ends at the latest, above `computed`."""
+        ...
+
+    def shared(self, generation: G) -> Demand:
+        """Units that one who waits need not take, or that retracting one who runs does not free,
+        since others use them too.
+        """
+        ...
 
 
 class Queue[G: Generation]:
@@ -104,9 +125,10 @@ class Queue[G: Generation]:
     def apply(self, plan: StepPlan[G]) -> None:
         """Makes a plan true; afterwards `computed` counts the tokens of its work."""
         self.retract(plan.retracted)
-        for generation in plan.admitted:
+        for at, generation in enumerate(plan.admitted):
             if self.waiting.popleft() is not generation:
                 raise InvariantError("C1: the plan admits out of order; it is of another queue")
+            generation.computed = plan.starts[at] if plan.starts else 0
             self.running.append(generation)
         for generation, count in plan.work:
             generation.computed += count
@@ -139,12 +161,13 @@ def room(memory: Memory) -> Fits:
 
 
 def schedule[G: Generation](
-    queue: Queue[G], prices: Prices, fits: Fits, limits: Limits
+    queue: Queue[G], prices: Prices, fits: Fits, limits: Limits, reuse: Reuse[G] | None = None
 ) -> StepPlan[G]:
     """Decides the next step. Pure: changes nothing.
 
     Args:
       fits: whether more units fit beside those held now, less where the demand is negative.
+      reuse: where generations resume; all begin at 0 without.
     Cost: a few microseconds per running generation.
     """
     budget, demand = limits.budget_tokens, (0,) * len(prices.plan.sub_pools)
@@ -153,6 +176,8 @@ def schedule[G: Generation](
     for generation in queue.running:  # the hot loop: no call for who stays within a page
         computed = generation.computed
         count = generation.known - computed
+        if count > 1 and reuse is not None:
+            count = reuse.until(generation, computed) - computed
         if count > chunk_tokens:
             count = chunk_tokens
         if count > budget:
@@ -174,22 +199,32 @@ def schedule[G: Generation](
         retracted.append(generation)
         computed = generation.computed
         given_back = add(prices.held(computed), prices.growth(computed, computed + count))
+        if reuse is not None:
+            given_back = less(given_back, reuse.shared(generation))
         demand = less(demand, given_back)
-    admitted = []
+    admitted, starts = [], []
     for generation in queue.waiting if not retracted else ():
         if not budget or len(work) == limits.rows:
             break
-        count = min(budget, limits.chunk_tokens, generation.known)
-        growth = prices.growth(0, count)
-        whole = tuple(map(max, prices.held(generation.known), growth))
+        start, until, whole = 0, generation.known, prices.held(generation.known)
+        if reuse is not None:
+            start = reuse.start(generation)
+            until = reuse.until(generation, start)
+        count = min(budget, limits.chunk_tokens, until - start)
+        growth = prices.growth(start, start + count)
+        if start and reuse is not None:
+            shared = reuse.shared(generation)
+            growth, whole = less(add(growth, prices.held(start)), shared), less(whole, shared)
+        whole = tuple(map(max, whole, growth))
         if not fits(add(demand, whole)):
             break
         budget -= count
         demand = add(demand, growth)
         work.append((generation, count))
         admitted.append(generation)
+        starts.append(start)
     working = tuple([item for item in work if item[1]])
-    return StepPlan(tuple(retracted), tuple(admitted), working)
+    return StepPlan(tuple(retracted), tuple(admitted), working, tuple(starts))
 
 
 def _growth(generation: Generation, count: int, prices: Prices) -> Demand:

@@ -8,13 +8,14 @@ place and before anything runs.
             [0, computed)            their state is in memory
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from unimem_jax.errors import UsageError
 from unimem_jax.memory import Memory
+from unimem_jax.prefix import NO_MATCH, Match, require_hashable
 from unimem_jax.requests import Request, Work
 from unimem_jax.sampling import Sampling
 from unimem_jax.schedule import Generation
@@ -80,6 +81,11 @@ class Served(Generation):
       stop_ids: tokens that end it.
       stream, stop: turn tokens into text; `stream` is None without a tokenizer.
       request: its memory while it runs.
+      namespace: whose prefixes it may resume from and adds to.
+      match: where it would resume, while it waits.
+      pauses: lengths at which a chunk ends, so that the prefix is kept.
+      kept: tokens of it that were published last.
+      lost: tokens that the last retraction took.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -91,6 +97,11 @@ class Served(Generation):
     stop: StopText = field(default_factory=StopText)
     request: Request | None = None
     index: int = 0
+    namespace: Hashable = None
+    match: Match = NO_MATCH
+    pauses: tuple[int, ...] = ()
+    kept: int = 0
+    lost: int = 0
 
     def work(self, count: int) -> Work:
         """The next `count` tokens to compute; a token is sampled after the last one known."""
@@ -129,13 +140,15 @@ class Intake:
     end_ids: frozenset[int]
 
     def check_all(
-        self, prompts: object, sampling: Sampling | Sequence[Sampling] | None, memory: Memory
-    ) -> list[Served]:
+        self, prompts: object, sampling: Sampling | Sequence[Sampling] | None, memory: Memory,
+        namespace: Hashable = None,
+    ) -> list[Served]:  # fmt: skip
         """Checks all prompts and options before any of them is run.
 
         Raises:
           UsageError: naming the prompt, if there are several, and what is wrong with it.
         """
+        require_hashable(namespace)
         listed = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(listed, Sequence):
             raise UsageError(f"prompts are a list of texts or token ids, not {listed!r:.60}")
@@ -152,6 +165,7 @@ class Intake:
             except UsageError as error:
                 where = f"prompt {at}: " if len(listed) > 1 else ""
                 raise UsageError(f"{where}{error}") from error
+            found[-1].namespace = namespace
         return found
 
     def check(self, prompt: object, sampling: Sampling, memory: Memory) -> Served:

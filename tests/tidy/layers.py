@@ -10,7 +10,7 @@ from tests.tidy.tree import PACKAGES, Breach, Files, Rule, imports, module_name,
 
 # Lowest first. Modules of one layer may import each other as long as that makes no cycle.
 HOST_LAYERS = (
-    ("errors",),
+    ("errors", "interrupts"),
     ("spec", "sampling", "text", "options"),
     ("bands", "geometries", "pads"),
     ("plan", "weights"),
@@ -28,6 +28,7 @@ HOST_LAYERS = (
     ("serving", "step_time", "trace"),
     ("simulate",),
     ("blocks", "splits"),
+    ("admission",),
     ("output",),
 )
 JAX_LAYERS = (
