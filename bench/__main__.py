@@ -11,6 +11,7 @@ COMMANDS = {
     ),
     "kernels": ("bench.kernels", "time of every kernel at the shapes of its cases"),
     "simulate": ("bench.simulate", "requests at once in one arena, a split and equal blocks"),
+    "prefix": ("bench.prefix", "what keeping prefixes costs the host, and what it saves"),
     "train-embedded": ("bench.train_embedded", "trains the embedded model from public text"),
 }
 

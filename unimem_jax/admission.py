@@ -135,11 +135,10 @@ class PrefixAdmission(Admission, Reuse[Served]):
         request, match = generation.request, generation.match
         counts = [0] * len(self.memory.plan.sub_pools)
         for pool in self.memory.plan.token_pools:
-            if request is not None:
-                ids, users = request.mapped(pool.index), 1
-            else:
+            ids, users = request.mapped(pool.index) if request else [], int(request is not None)
+            if request is None:
                 first = self.memory.prices.first_page(pool.lifetime, match.length)
-                ids, users = match.ids[first : match.length // self.memory.plan.page_tokens], 0
+                ids = list(match.ids[first : match.length // self.memory.plan.page_tokens])
             numbers = number_of(np.asarray(ids, np.int64))
             sharers = self.memory.allocator.tables[pool.index].sharers[numbers]
             others = sharers - self.cache.tree.kept[pool.index][numbers] - users

@@ -94,32 +94,23 @@ class PrefixCache:
         most = max(0, len(tokens) - 1) if most is None else most
         require_counts(most=most)
         require_hashable(namespace)
-        tree, length, known = self.tree, 0, 0
-        runs = [0] * len(tree.windows)  # pages in a row up to here that each window still has
-        best: Node | None = None
-        for node in tree.path(_plain(tokens), namespace):
-            if node.position - len(node.key) >= most:
-                break
-            known = node.position
-            seen = [run + 1 if need else 0 for run, need in zip(runs, node.needs, strict=True)]
-            if len(node.key) == tree.page_tokens:
-                runs = seen
-            at = min(known, most)
-            if tree.states and (node.mark is None or at < known):
-                continue
-            if self._sees(seen, at):
-                best, length = node, at
-        if best is None:
-            return Match(known=known)
-        ids = tuple(above.id for above in best.up())[::-1] if tree.has_pages else ()
-        return Match(length, ids, (best.mark or ()) if tree.states else (), known, best)
+        tree = self.tree
+        path = tree.path(_plain(tokens), namespace, most)
+        for node in reversed(path):
+            length = min(node.position, most)
+            is_exact = node.mark is not None and length == node.position
+            if (is_exact or not tree.states) and self._sees(node, length):
+                ids = tuple(above.id for above in node.up())[::-1] if tree.has_pages else ()
+                slots = (node.mark or ()) if tree.states else ()
+                return Match(length, ids, slots, path[-1].position, node)
+        return Match(known=path[-1].position) if path else NO_MATCH
 
-    def _sees(self, runs: Sequence[int], length: int) -> bool:
-        """Whether so many pages in a row cover every window of a request that resumes there."""
-        prices = self.tree.prices
+    def _sees(self, node: Node, length: int) -> bool:
+        """Whether every window of a request that resumes within a node's page is kept."""
         return all(
-            run >= prices.pages(length) - prices.first_page(window.lifetime, length)
-            for run, window in zip(runs, self.tree.windows, strict=True)
+            above.needs[at]
+            for at, (_, pages) in enumerate(self.tree.seen(node, length))
+            for above in pages
         )
 
     @contextmanager
@@ -177,7 +168,7 @@ class PrefixCache:
             raise UsageError("a prefix has at least one token")
         require_hashable(namespace)
         self.tree.require_held(known, pages, slots)
-        node = self.tree.extend(known, pages, namespace)
+        node = self.tree.extend(known, pages, namespace, is_leaving)
         is_new = self.tree.has_marks and node.mark is None
         self._touch(node)
         if is_new:

@@ -106,21 +106,25 @@ class PrefixTree:
         """Whether a request may resume at marks only."""
         return bool(self.windows or self.states)
 
-    def path(self, tokens: Sequence[int], namespace: Hashable) -> Iterator[Node]:
-        """The nodes that `tokens` lead to, from the first page down, tails before longer ones."""
-        node = self._roots.get(namespace)
+    def path(self, tokens: Sequence[int], namespace: Hashable, most: int) -> list[Node]:
+        """The nodes that begin within the first `most` of `tokens`, by where they end."""
+        found: list[Node] = []
+        node, start = self._roots.get(namespace), 0
         end, page = len(tokens), self.page_tokens
-        while node is not None:
-            start = node.position
-            for count in sorted(node.tails) if node.tails else ():
-                tail = node.children.get(tuple(tokens[start : start + count]))
-                if tail is not None and start + count <= end:
-                    yield tail
-            if start + page > end:
-                return
-            node = node.children.get(tuple(tokens[start : start + page]))
+        while node is not None and start < most:
+            if node.tails:
+                for count in sorted(node.tails):
+                    tail = node.children.get(tuple(tokens[start : start + count]))
+                    if tail is not None and start + count <= end:
+                        found.append(tail)
+            stop = start + page
+            if stop > end:
+                break
+            node = node.children.get(tuple(tokens[start:stop]))
             if node is not None:
-                yield node
+                found.append(node)
+            start = stop
+        return found
 
     def require_held(self, tokens: Sequence[int], ids: Sequence[int], slots: Sequence[int]) -> None:
         """Raises UsageError unless these are what a request of so many tokens holds."""
@@ -143,12 +147,18 @@ class PrefixTree:
         if (table.sharers[known] <= 0).any():
             raise UsageError(f"an id has no unit in sub-pool {pool}: it is not held")
 
-    def extend(self, tokens: Sequence[int], ids: Sequence[int], namespace: Hashable) -> Node:
-        """Adds the nodes that are missing for `tokens`. Returns the last one, a root for none."""
+    def extend(
+        self, tokens: Sequence[int], ids: Sequence[int], namespace: Hashable, is_leaving: bool
+    ) -> Node:
+        """Adds the nodes that are missing for `tokens`. Returns the last one.
+
+        A page that the tree alone holds gives way to one of the same tokens that a request holds,
+        unless that one leaves: one of the two is freed at once.
+        """
         node = self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = Node(None, (), 0, 0)
-        page, windows, fresh = self.page_tokens, len(self.windows), []
+        page, windows, fresh, stale = self.page_tokens, len(self.windows), [], []
         pages = ids or (0,) * self.prices.pages(len(tokens))  # none where only state is kept
         for id_ in pages:
             start = node.position
@@ -158,18 +168,23 @@ class PrefixTree:
                 child = node.children[key] = Node(node, key, id_, windows)
                 if len(key) < page:
                     node.tails[len(key)] = node.tails.get(len(key), 0) + 1
+                self.node_count += 1
                 fresh.append(id_)
-            elif child.id != id_ and self.whole and self._is_only_here(child):
-                self._replace(child, id_)
+            elif child.id != id_ and not is_leaving and self._is_only_here(child):
+                stale.append(child.id)
+                child.id = id_
+                fresh.append(id_)
             node = child
-        self.node_count += len(fresh)
         for pool in self.whole if fresh else ():
             self._keep(pool, fresh)
+            for id_ in stale:
+                self._give(pool, id_)
         return node
 
     def _is_only_here(self, node: Node) -> bool:
         """Whether nobody else shares a node's page, so that taking another id frees it."""
-        return not any(node.needs) and self.is_reclaimable(self.whole[0], node.id)
+        is_seen = not self.whole or any(node.needs)
+        return not is_seen and self.is_reclaimable(self.whole[0], node.id)
 
     def _replace(self, node: Node, id_: int) -> None:
         """Gives a node the id of somebody else's page of the same tokens, wherever it has one."""
@@ -191,11 +206,13 @@ class PrefixTree:
                 above.needs[at] += 1
         node.mark = ()
 
-    def seen(self, node: Node) -> Iterator[tuple[int, Iterator[Node]]]:
-        """Per window sub-pool, the nodes whose pages a request that resumes at `node` sees."""
+    def seen(self, node: Node, length: int | None = None) -> Iterator[tuple[int, Iterator[Node]]]:
+        """Per window sub-pool, the nodes whose pages a request sees that resumes after `length`
+        tokens, in the page of `node`; at its end by default.
+        """
+        length = node.position if length is None else length
         for window in self.windows:
-            first = self.prices.first_page(window.lifetime, node.position)
-            count = self.prices.pages(node.position) - first
+            count = self.prices.pages(length) - self.prices.first_page(window.lifetime, length)
             yield window.index, (above for above, _ in zip(node.up(), range(count), strict=False))
 
     def keep_slot(self, node: Node, pool: int, slot: int) -> None:

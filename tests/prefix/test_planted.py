@@ -11,7 +11,7 @@ from unimem_jax.prefix_tree import PrefixTree
 
 
 def blind_to_windows(_):
-    return lambda self, runs, length: True
+    return lambda self, node, length: True
 
 
 def counts_only(original):
@@ -22,11 +22,11 @@ def counts_only(original):
 
 
 def one_space(original):
-    return lambda self, tokens, namespace: original(self, tokens, None)
+    return lambda self, tokens, namespace, most: original(self, tokens, None, most)
 
 
 def one_space_kept(original):
-    return lambda self, tokens, ids, namespace: original(self, tokens, ids, None)
+    return lambda self, tokens, ids, _, is_leaving: original(self, tokens, ids, None, is_leaving)
 
 
 def windows_of_another(original):
