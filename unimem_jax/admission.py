@@ -66,6 +66,10 @@ class Admission:
     def keep(self, work: Sequence[tuple[Served, int]]) -> None:
         """Notes what a step has computed."""
 
+    def holds_back(self, served: Served) -> bool:
+        """Whether a sample waits, since the first one of its prompt reads that for all of them."""
+        return False
+
     def release(self, served: Served) -> None:
         """Frees a request's memory, if it has any."""
         if served.request is not None:
@@ -116,9 +120,9 @@ class PrefixAdmission(Admission, Reuse[Served]):
         """Tokens after which a request that waits would resume."""
         served, cache = generation, self.cache
         served.match = match = cache.match(served.tokens, served.namespace)
-        last, pauses = match.length, []
+        last, pauses, least = match.length, [], self.checkpoint_tokens
         for at in (min(match.known, served.known - 1), served.known - 1):
-            if cache.tree.has_marks and at - last >= self.checkpoint_tokens:
+            if cache.tree.has_marks and at - last >= (1 if served.followers else least):
                 pauses.append(at)
                 last = at
         served.pauses = tuple(pauses)
@@ -186,6 +190,11 @@ class PrefixAdmission(Admission, Reuse[Served]):
             if is_due:
                 self._publish(served, is_leaving=False)
                 served.kept = computed
+
+    def holds_back(self, served: Served) -> bool:
+        """As of `Admission`: until the first sample has read all of the prompt but a token."""
+        leader = served.leader
+        return leader is not None and leader.computed < leader.prompt_tokens - 1
 
     def release(self, served: Served) -> None:
         """Frees a request's memory and keeps the prefix that it has computed."""

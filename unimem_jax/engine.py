@@ -152,7 +152,7 @@ class Engine:
           sampling: for all prompts, or one for each; greedy by default.
           namespace: whose kept prefixes the prompts may begin with; others are never looked at.
         Returns:
-          One completion per prompt, in order.
+          One completion per prompt, in order; of one with `n` samples that many, one after another.
         Raises:
           UsageError: for any wrong prompt, before anything runs.
         """
@@ -177,7 +177,9 @@ class Engine:
         self, prompt: Prompt, sampling: Sampling | None = None, namespace: Hashable = None
     ) -> int:
         """Puts one request at the end of the line; `step` runs it. Returns its index."""
-        (served,) = self.intake.check_all([prompt], sampling, self.memory, namespace)
+        served, *more = self.intake.check_all([prompt], sampling, self.memory, namespace)
+        if more:
+            raise UsageError("`submit` runs one sample; `generate` and `stream` run several")
         with interrupts_held():
             return self._submit(served)
 
@@ -299,8 +301,16 @@ class Engine:
         served.index = self._next_index
         self._next_index += 1
         self._served[served.index] = served
-        self.queue.submit(served)
+        if served.leader is not None and self._admission.holds_back(served):
+            served.leader.followers.append(served)
+        else:
+            self.queue.submit(served)
         return served.index
+
+    def _let_follow(self, served: Served) -> None:
+        """Lines up the samples that waited for this one to read their prompt."""
+        self.queue.submit_first(served.followers)
+        served.followers = []
 
     def _step(self) -> None:
         memory = self.memory
@@ -311,6 +321,9 @@ class Engine:
         outs = [(batch, self._run_batch(batch)) for batch in batches(decided.work, self.limits)]
         self.queue.apply(decided)
         self._admission.keep(decided.work)
+        for served, _ in decided.work:
+            if served.followers and not self._admission.holds_back(served.followers[0]):
+                self._let_follow(served)
         self._steps += 1
         self._running_sum += len(self.queue.running)
         self._running_max = max(self._running_max, len(self.queue.running))
@@ -352,8 +365,12 @@ class Engine:
 
     def _leave(self, index: int) -> None:
         served = self._served.pop(index)
+        if served.leader is not None and served in served.leader.followers:
+            served.leader.followers.remove(served)
+            return
         self.queue.leave(served)
         self._admission.release(served)
+        self._let_follow(served)
 
     def _row_bucket(self, count: int) -> int:
         """The smallest power of 4 that holds `count` rows, or all rows."""

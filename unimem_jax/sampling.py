@@ -7,7 +7,7 @@ itself: `words` gives the five numbers that travel to the device, where `draw` u
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Sampling:
         one that does not fit 32 bits is folded (halves xored), so two of those may draw alike.
       stop: texts that end the request; they are not part of its text. One text or several.
       stop_ids: token ids that end the request.
+      n: samples of one prompt, each a request of its own; the j-th draws with `seed + j`.
     Raises:
       UsageError: a value of the wrong type or outside its range, named with what was seen.
     """
@@ -44,6 +45,7 @@ class Sampling:
     seed: int = 0
     stop: str | Sequence[str] = ()
     stop_ids: Sequence[int] = ()
+    n: int = 1
 
     def __post_init__(self) -> None:
         top_p, min_p = _real("top_p", self.top_p), _real("min_p", self.min_p)
@@ -63,9 +65,16 @@ class Sampling:
             "seed": seed,
             "stop": _stop_texts(self.stop),
             "stop_ids": _stop_ids(self.stop_ids),
+            "n": _whole("n", self.n, 1),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def samples(self) -> "list[Sampling]":
+        """One `Sampling` for each of the `n` samples."""
+        seeds = [self.seed + at for at in range(self.n)]
+        wrapped = [seed if seed in SEED_RANGE else seed - 2**64 for seed in seeds]
+        return [replace(self, n=1, seed=seed) for seed in wrapped]
 
     def words(self) -> tuple[int, int, int, int, int]:
         """Temperature, top_p and min_p as float32 bits, then top_k and seed: five int32."""

@@ -122,6 +122,10 @@ class Queue[G: Generation]:
         """Puts a generation at the end of the line."""
         self.waiting.append(generation)
 
+    def submit_first(self, generations: Sequence[G]) -> None:
+        """Puts generations at the front of the line, in order."""
+        self.waiting.extendleft(reversed(generations))
+
     def apply(self, plan: StepPlan[G]) -> None:
         """Makes a plan true; afterwards `computed` counts the tokens of its work."""
         self.retract(plan.retracted)

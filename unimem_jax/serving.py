@@ -86,6 +86,8 @@ class Served(Generation):
       pauses: lengths at which a chunk ends, so that the prefix is kept.
       kept: tokens of it that were published last.
       lost: tokens that the last retraction took.
+      leader: the first sample of the same prompt, if it is another one.
+      followers: samples that wait until this one has read their prompt.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -102,6 +104,8 @@ class Served(Generation):
     pauses: tuple[int, ...] = ()
     kept: int = 0
     lost: int = 0
+    leader: "Served | None" = None
+    followers: "list[Served]" = field(default_factory=list)
 
     def work(self, count: int) -> Work:
         """The next `count` tokens to compute; a token is sampled after the last one known."""
@@ -145,6 +149,8 @@ class Intake:
     ) -> list[Served]:  # fmt: skip
         """Checks all prompts and options before any of them is run.
 
+        Returns:
+          The samples of each prompt, prompt by prompt.
         Raises:
           UsageError: naming the prompt, if there are several, and what is wrong with it.
         """
@@ -158,14 +164,17 @@ class Intake:
             raise UsageError(f"sampling is one Sampling, or one for each prompt, not {each!r:.60}")
         if len(each) != len(listed):
             raise UsageError(f"{len(each)} samplings do not match {len(listed)} prompts")
-        found = []
+        found: list[Served] = []
         for at, (prompt, options) in enumerate(zip(listed, each, strict=True)):
             try:
-                found.append(self.check(prompt, options, memory))
+                samples = [self.check(prompt, one, memory) for one in options.samples()]
             except UsageError as error:
                 where = f"prompt {at}: " if len(listed) > 1 else ""
                 raise UsageError(f"{where}{error}") from error
-            found[-1].namespace = namespace
+            for sample in samples:
+                sample.namespace = namespace
+                sample.leader = None if sample is samples[0] else samples[0]
+            found += samples
         return found
 
     def check(self, prompt: object, sampling: Sampling, memory: Memory) -> Served:

@@ -1,6 +1,7 @@
 """The engine with kept prefixes: the same tokens and logits, whatever was kept or had to go."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -154,6 +155,38 @@ def test_sampled_tokens_do_not_depend_on_what_was_kept(model, engine):
     assert verify(model, engine, prompts, options) == cold * 3
     clear(engine)
     assert verify(model, engine, prompts, options) == cold * 3
+
+
+@pytest.mark.parametrize("length", [1, 2, 20, 64])
+def test_samples_of_one_prompt_read_it_once(model, engine, length):
+    prompt = words(length, length)
+    options = um.Sampling(max_tokens=6, temperature=1.0, seed=2**64 - 2, n=4)
+    seeds = [2**64 - 2, 2**64 - 1, 0, 1]
+    alone = [replace(options, n=1, seed=seed) for seed in seeds]
+    wanted = [verify(model, engine, [prompt], one)[0] for one in alone]
+    assert len(set(map(tuple, wanted))) > 1
+    clear(engine)
+    before = engine.statistics()
+    found = engine.generate([prompt, prompt[::-1]], options)
+    assert [list(one.token_ids) for one in found[:4]] == wanted
+    assert len(found) == 8
+    after = engine.statistics()
+    computed = after.computed_tokens - before.computed_tokens
+    assert computed <= 2 * (length - 1 + 4 * 6)
+    hit = after.prefix_hit_tokens - before.prefix_hit_tokens
+    assert hit >= 2 * 3 * (length - 1)
+
+
+def test_samples_whose_first_is_given_up_go_on(model, engine):
+    stream = engine.stream([words(0, 60)], um.Sampling(max_tokens=3, n=3))
+    assert next(stream).index == 0
+    engine.abort(min(engine._served))
+    assert {piece.index for piece in stream} >= {1, 2}
+    with pytest.raises(UsageError, match="one sample"):
+        engine.submit(words(0, 9), um.Sampling(n=2))
+    other = engine.stream([words(1, 60)], um.Sampling(n=3))
+    engine.step()
+    other.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
