@@ -19,7 +19,7 @@ import numpy as np
 import unimem_jax as um
 from unimem_jax.memory import Memory
 from unimem_jax.prefix import PrefixCache
-from unimem_jax.requests import Prefix, Work
+from unimem_jax.requests import Prefix
 
 GEOMETRIES = ("gpt-oss-20b", "qwen3.5-4b", "kimi-linear-48b-a3b")
 PROMPT_TOKENS = 8192
@@ -65,7 +65,7 @@ def host(name: str, page_tokens: int) -> dict[str, Any]:
             )  # fmt: skip
             request = memory.open(prefix=Prefix(found.length, found.ids, found.slots))
         left = np.asarray(tokens[found.length :])
-        memory.skip([Work(request, len(left), left)])
+        memory.skip([request], [len(left)])
 
         def publish() -> bool:
             return cache.publish(tokens, request.ids, request.slots, is_leaving=True)

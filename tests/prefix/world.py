@@ -12,7 +12,7 @@ import unimem_jax as um
 from unimem_jax.allocator import number_of
 from unimem_jax.memory import Memory
 from unimem_jax.prefix import PrefixCache
-from unimem_jax.requests import Prefix, Work
+from unimem_jax.requests import Prefix
 from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
 
 STATE = Part(Site(0), "state", (96,), "float32", REQUEST)
@@ -164,7 +164,7 @@ class World:
         self.verify(one)
         if not self.evict(demand):
             return False
-        self.memory.skip([Work(one.request, len(more), more)])
+        self.memory.skip([one.request], [len(more)])
         one.tokens += more
         self.write(one)
         return True
