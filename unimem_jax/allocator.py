@@ -323,21 +323,22 @@ class Allocator(Capacity):
     def _drop(
         self, ids: IdSpace, known: np.ndarray, uses: np.ndarray, sub_pools: Sequence[int]
     ) -> int:
-        """Takes a sharer from each number in each of the sub-pools where it has one.
-
-        `uses` are those of the numbers, and changed. Returns the number of units freed.
-        """
+        """Takes a sharer from each number, wherever it has one. Returns units freed."""
         freed_count = 0
+        ended: np.ndarray | np.uint8 = np.uint8(0)
         for index in sub_pools:
             addresses, is_last = self.tables[index].drop(known)
             self.layout.give(index, addresses)
             self.held[index] -= len(addresses)
             self.freed_units[index] += len(addresses)
-            uses -= is_last
+            ended = ended + is_last
             freed_count += len(addresses)
-        ids.uses[known] = uses
+        uses = uses - ended
         gone = known
-        if np.count_nonzero(uses):  # the device need not hear of ids that are free
+        if not np.count_nonzero(uses):
+            ids.uses[known] = 0
+        else:  # the device need not hear of ids that are free
+            ids.uses[known] = uses
             gone = known[uses == 0]
             for index in sub_pools:
                 self.tables[index].touch(known[uses > 0])

@@ -51,6 +51,7 @@ CALLER_EVENTS = frozenset(
     {FREE, FREE_PINNED, PIN, UNPIN, FENCE, COPY}
 )  # a wrong one is the caller's fault, not ours
 REFUSED = 255
+MOST_UNWRITTEN = 64  # stamps of many units that wait to be written
 MOST_VACATED = 4096  # addresses remembered before those that are used again are forgotten
 NEVER = np.iinfo(np.int64).max  # stamp of a unit that a queued program uses
 
@@ -98,6 +99,7 @@ class Ledger:
         self._views = [memoryview(state) for state in self.states]
         self._stamps = [np.zeros(count, np.int64) for count in geometry.unit_counts]
         self._stamp_views = [memoryview(stamp) for stamp in self._stamps]
+        self._unwritten: list[tuple[int, int, np.ndarray]] = []  # stamps by ticket and sub-pool
         self._is_queued = False  # whether moves or copies wait that have no ticket
         self._handed_out = 0  # the ticket of the last ones that have, dispatched or not
         self._vacated: deque[tuple[int, int, np.ndarray]] = deque()  # by ticket
@@ -121,8 +123,12 @@ class Ledger:
                 self._refuse(sub_pool, addresses, event)
             view[addresses] = following
             return
-        reached = self._reached(sub_pool, addresses, event)
-        self.states[sub_pool][addresses] = np.frombuffer(reached, np.uint8)
+        self._enter(sub_pool, addresses, self._reached(sub_pool, addresses, event))
+
+    def _enter(self, sub_pool: int, addresses: slice | np.ndarray, reached: bytes) -> None:
+        is_uniform = reached == reached[:1] * len(reached)  # nearly always, and half the cost
+        following = reached[0] if is_uniform and reached else np.frombuffer(reached, np.uint8)
+        self.states[sub_pool][addresses] = following
 
     def _reached(self, sub_pool: int, addresses: slice | np.ndarray, event: int) -> bytes:
         """The states that units would be in after an event. Raises as `apply`."""
@@ -157,12 +163,21 @@ class Ledger:
         return addresses
 
     def _stamp(self, sub_pool: int, addresses: np.ndarray) -> None:
-        """Notes that every program dispatched so far may use these units."""
-        stamps = self._stamps[sub_pool]
-        if self._is_queued or self._handed_out > self.dispatched:
-            stamps[addresses] = np.maximum(stamps[addresses], self.dispatched)
-        else:
-            stamps[addresses] = self.dispatched
+        """Notes that every program dispatched so far may use these units.
+
+        A stamp counts until its ticket retires, so most are never written.
+        """
+        self._unwritten.append((self.dispatched, sub_pool, addresses))
+        if len(self._unwritten) > MOST_UNWRITTEN:
+            self._write_stamps()
+
+    def _write_stamps(self) -> None:
+        """Writes the stamps of freed units that count; none is lowered."""
+        for ticket, sub_pool, addresses in self._unwritten:
+            if ticket > self.retired:
+                stamps = self._stamps[sub_pool]
+                stamps[addresses] = np.maximum(stamps[addresses], ticket)
+        self._unwritten.clear()
 
     def free_one(self, sub_pool: int, address: int) -> bool:
         """`free` for one unit. Returns whether it became a hole."""
@@ -182,7 +197,7 @@ class Ledger:
             return
         granted = self._reached(sub_pool, destinations, GRANT)  # or raises before a source changes
         self.apply(sub_pool, sources, VACATE)
-        self.states[sub_pool][destinations] = np.frombuffer(granted, np.uint8)
+        self._enter(sub_pool, destinations, granted)
         self.queue(sub_pool, sources, destinations)
 
     def queue(self, sub_pool: int, sources: np.ndarray, destinations: np.ndarray) -> None:
@@ -253,6 +268,7 @@ class Ledger:
         asked.
         """
         self._known(sub_pool, address)
+        self._write_stamps()
         unit = self.geometry.unit_granules[sub_pool]
         begin, end = address * unit, (address + 1) * unit
         for other, stamps in zip(self.geometry.unit_granules, self._stamps, strict=True):
@@ -327,6 +343,7 @@ class Ledger:
         """Verifies L1 to L3 from scratch. Raises InvariantError naming the first that fails. Cost:
         O(units).
         """
+        self._write_stamps()
         for index, (states, stamps) in enumerate(zip(self.states, self._stamps, strict=True)):
             protected = set(np.flatnonzero((states == PENDING) | (states == FENCED)).tolist())
             if states.size and states.max() >= len(STATES):

@@ -141,17 +141,18 @@ class MemoryMachine(RuleBasedStateMachine):
             self.world.check()
 
 
-def machine(name):
+def machine(name, examples):
     kind = type(f"Machine_{name}", (MemoryMachine,), {"name": name})
     case = kind.TestCase
-    case.settings = settings(max_examples=50, stateful_step_count=30)
+    case.settings = settings(max_examples=examples, stateful_step_count=30)
     return case
 
 
 class TestMachines:
+    @pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("name", WORLDS)
-    def test_memory_follows_its_twins(self, name):
-        machine(name)("runTest").runTest()
+    def test_memory_follows_its_twins(self, name, examples):
+        machine(name, examples)("runTest").runTest()
 
 
 def traffic(name, seed, calls):
@@ -188,9 +189,10 @@ def traffic(name, seed, calls):
     return world
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 5), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WORLDS)
-def test_traffic_waits_and_moves_and_loses_nothing(name):
-    worlds = [traffic(name, seed, 250) for seed in range(3)]
+def test_traffic_waits_and_moves_and_loses_nothing(name, seeds):
+    worlds = [traffic(name, seed, 250) for seed in seeds]
     moved = sum(sum(world.memory.metrics()["moved_units"]) for world in worlds)
     assert sum(world.waits for world in worlds) > 0, "it never ran out"
     is_movable = name not in ("attention only", "state only", "split")
