@@ -24,7 +24,6 @@ import numpy as np
 
 from unimem_jax.allocator import UNIFIED, Allocator, Split, number_of
 from unimem_jax.errors import (
-    InvariantError,
     NeverFits,
     OutOfMemory,
     UsageError,
@@ -341,71 +340,6 @@ class Holdings:
                 # Less than what was dropped if a chunk had grown past the peak.
                 self.allocator.commit(less(self._uncovered(request), covered))
         self._columns.settle_at[request.row] = nearest
-
-    def check(self) -> None:
-        """Verifies M1, M2 and M3 and the allocator's invariants from scratch.
-
-        Raises:
-          InvariantError: naming the invariant.
-        """
-        self.allocator.check()
-        committed = (0,) * len(self.plan.sub_pools)
-        shares: dict[int, set[int]] = {pool.index: set() for pool in self.plan.token_pools}
-        for request in filter(None, self._columns.holders):
-            held = self.prices.held(request.length)
-            for pool in self.plan.token_pools:
-                self._check_pages(request, pool, held[pool.index])
-            if request.peak is not None:
-                committed = add(committed, self._uncovered(request))
-                for index in shares:
-                    shares[index].update(request.mapped(index))
-        owed = {i: self._owed(self.plan.sub_pools[i], list(ids)) for i, ids in shares.items()}
-        committed = tuple(count + owed.get(index, 0) for index, count in enumerate(committed))
-        if committed != tuple(self.allocator.committed):
-            raise InvariantError(f"M3: {self.allocator.committed} committed, not {committed}")
-
-    def check_idle(self, kept: Demand | None = None) -> None:
-        """Verifies cheaply that nothing was lost: for production, when no request is left.
-
-        Any other time it verifies L5, L9 and L10 by their counts alone.
-
-        Args:
-          kept: units that are held beside requests: shared pages, checkpoints; none by default.
-        Raises:
-          InvariantError: naming the invariant.
-        Cost: O(sub-pools + pins).
-        """
-        allocator = self.allocator
-        live = [allocator.live(pool.index) for pool in self.plan.sub_pools]
-        allocator.layout.check_counts(live)
-        in_use = allocator.pages.count - allocator.pages.free_count
-        if in_use > sum(live[pool.index] for pool in self.plan.token_pools):
-            raise InvariantError(f"L9: {in_use} ids are in use, more than pages")
-        if min(allocator.committed) < 0 or not allocator.layout.fits(allocator.held):
-            raise InvariantError(f"L10: {allocator.held} held units do not fit")
-        if self.free_rows < self.rows:
-            return
-        wanted = [0] * len(live) if kept is None else list(kept)
-        if any(allocator.committed) or live != wanted:
-            raise InvariantError(
-                f"M5: no request is left, but {live} units are live, not {wanted}, and "
-                f"{allocator.committed} committed"
-            )
-
-    def _check_pages(self, request: Request, pool: SubPool, held: int) -> None:
-        first = request.first.get(pool.index, 0)
-        wanted = self.prices.first_page(pool.lifetime, request.length)
-        count = request.held(pool.index)
-        if first != min(wanted, len(request.ids)) or count != held:
-            raise InvariantError(
-                f"M1: row {request.row} holds {count} pages of {pool.name} from {first} on"
-            )
-        ids = np.array(request.ids[first:], np.int64)
-        numbers = number_of(ids)
-        is_present = self.allocator.pages.present[numbers] == ids
-        is_mapped = self.allocator.mapping[pool.index][numbers] < pool.unit_count
-        if not (is_present & is_mapped).all():
-            raise InvariantError(f"M2: row {request.row} lost a page of {pool.name}")
 
 
 def _lack(wanted: Demand, held: Demand) -> Demand:
