@@ -25,7 +25,8 @@ from unimem_jax.memory import Memory
 from unimem_jax.prefix import NO_MATCH, PrefixCache
 from unimem_jax.price import Demand, add, less
 from unimem_jax.requests import NO_PREFIX, Prefix
-from unimem_jax.schedule import Fits, Limits, Queue, Reuse, StepPlan, room, schedule
+from unimem_jax.queue import Queue, StepPlan
+from unimem_jax.schedule import Fits, Limits, Reuse, room, schedule
 from unimem_jax.serving import Served
 
 CHECKPOINT_TOKENS = 256  # fewest tokens that a checkpoint of running state saves
@@ -54,8 +55,8 @@ class Admission:
         for served in decided.retracted:
             served.lost = served.computed
             self.release(served)
-        for served, start in zip(decided.admitted, decided.starts, strict=True):
-            self._open(served, start)
+        for served in decided.admitted:
+            self._open(served, 0)
 
     def _open(self, served: Served, start: int, prefix: Prefix = NO_PREFIX) -> None:
         served.request = self.memory.open(served.words, prefix=prefix)

@@ -30,8 +30,9 @@ from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet, Shape, blank, step_shape, upkeep_shape
 from unimem_jax.plan import plan
 from unimem_jax.programs import Programs
+from unimem_jax.queue import Queue
 from unimem_jax.sampling import Sampling
-from unimem_jax.schedule import Limits, Queue, batches
+from unimem_jax.schedule import Limits, batches
 from unimem_jax.serving import Completion, Intake, Piece, Prompt, Served, joined
 from unimem_jax.step import Model, StepOut
 from unimem_jax.text import ByteText, Tokenizer
@@ -309,7 +310,8 @@ class Engine:
 
     def _let_follow(self, served: Served) -> None:
         """Lines up the samples that waited for this one to read their prompt."""
-        self.queue.submit_first(served.followers)
+        for one in served.followers:
+            self.queue.submit(one, beside=served)
         served.followers = []
 
     def _step(self) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from unimem_jax.plan import Plan, SubPool, size_text
 from unimem_jax.spec import Lifetime
 
@@ -94,6 +96,23 @@ class Prices:
             for pool in self.plan.sub_pools
         )
 
+    def held_at(self, lengths: np.ndarray, is_running: bool = False) -> list[np.ndarray]:
+        """As `held` for many lengths at once: one array of their shape per sub-pool.
+
+        With `is_running` while the last of those tokens is computed (R1).
+        """
+        pages, seen = -(-lengths // self.plan.page_tokens), lengths + int(not is_running)
+        found = []
+        for pool in self.plan.sub_pools:
+            if pool.is_slot:
+                found.append((lengths > 0) & pool.is_running)
+            elif pool.lifetime.kind == "window":
+                first = np.maximum(0, seen - pool.lifetime.tokens) // self.plan.page_tokens
+                found.append(pages - np.minimum(pages, first))
+            else:
+                found.append(pages)
+        return found
+
     def peak(self, total: int, chunk: int, fused: int = 1) -> Demand:
         """Most units that a request of `total` tokens ever holds.
 
@@ -127,6 +146,11 @@ class Prices:
     def _touched(self, tokens: int) -> int:
         """Most pages that `tokens` consecutive tokens touch at any offset."""
         return -(-(tokens + self.plan.page_tokens - 1) // self.plan.page_tokens) if tokens else 0
+
+
+def total_held(prices: Prices, lengths: Sequence[int]) -> Demand:
+    """What requests of these lengths hold together between steps."""
+    return tuple(int(held.sum()) for held in prices.held_at(np.array(lengths, np.int64)))
 
 
 def add(first: Sequence[int], second: Sequence[int]) -> Demand:

@@ -4,48 +4,48 @@
 on one. The engine and the simulator share both, so what a simulation shows is what the engine
 does. Nothing here holds memory: capacity is one question, `fits`.
 
-The policy is first come, first served, with growth unreserved:
+A step serves single tokens of those who decode first and chunks of prompts with what is left of its
+budget. If the growth of those who run does not fit together, the last admitted of the least urgent
+is retracted until it does: it loses its memory, keeps its tokens and takes its old place in line.
+In a step that retracts none for that, some of those who wait are admitted. The policies differ in
+whom:
 
-* Running generations, in order of admission, each compute what they know and have not computed, up
-  to a budget of tokens. If their growth does not fit together, the last one that runs is retracted
-  until it does; the first, alone, computes fewer tokens instead.
-* A retracted generation loses its memory, keeps its tokens and waits at the front of the line.
-* In a step that retracts none, those who wait are admitted in order while budget is left and all
-  the tokens that they know would fit now. They then hold only what the step computes.
+* `first-come` admits in order while all the tokens that the next one knows would fit now. Growth is
+  unreserved.
+* `predicted` also asks the outlook (`forecast`): with the expected growth of all who run, a
+  candidate has to fit until it has sampled a share of what it is expected to sample yet. Later ones
+  may pass over one that does not fit, a limited number of times. One that was retracted twice is
+  firm: all it can ever need is set aside, and it is not retracted again.
+* `bounded` is `predicted` where everybody is expected to sample as much as allowed, and all of it
+  has to fit.
 
-C1  computed <= known; memory is held for computed tokens only, and a generation that waits has
-    computed 0.
+With both of these a more urgent candidate may take the memory of less urgent ones that are not
+firm.
+
 C2  The first that runs makes progress in every step: once all others are retracted, one token of
     it fits wherever an empty arena holds it token by token. So every generation ends.
+C3  What firm generations can ever need fits together, or one of them is alone; so nobody is
+    retracted more than twice, unless the memory itself shrank.
+C4  Nobody is passed over more than 32 times by later ones that are not more urgent.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from unimem_jax.errors import InvariantError, require_positive
+from unimem_jax.errors import require_positive
+from unimem_jax.forecast import Expected, Outlook
 from unimem_jax.memory import Memory
-from unimem_jax.price import Demand, Prices, add, less
+from unimem_jax.price import Demand, Prices, add, less, total_held
+from unimem_jax.queue import FIRST_COME, PREDICTED, PRIORITIES, Generation, Queue, StepPlan
+
+MOST_PASSES = 32  # that anybody is passed over
+LOOKED_PAST = 4  # candidates that do not fit, before a step stops looking
+SHARE = 0.15  # of what it is expected to sample yet, for which a candidate has to fit
 
 # Whether so many more units of each sub-pool fit beside what is held; negative where units are
 # given back.
 type Fits = Callable[[Demand], bool]
-
-
-@dataclass(slots=True, eq=False)
-class Generation:
-    """A prompt and what was generated after it, as far as scheduling cares.
-
-    Attributes:
-      known: tokens of the prompt and those sampled.
-      computed: tokens whose state is in memory; 0 while it waits.
-      retractions: how often its memory was taken.
-    """
-
-    known: int
-    computed: int = 0
-    retractions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +73,6 @@ class Limits:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan[G: Generation]:
-    """What one step does.
-
-    Attributes:
-      retracted: the last that ran first; their memory is freed before anything is granted.
-      admitted: in order; each takes a row.
-      work: (generation, new tokens), in order of admission.
-      starts: of those admitted, tokens after which each resumes; none where all begin at 0.
-    """
-
-    retracted: tuple[G, ...]
-    admitted: tuple[G, ...]
-    work: tuple[tuple[G, int], ...]
-    starts: tuple[int, ...] = ()
-
-
 class Reuse[G: Generation](Protocol):
     """What changes where generations resume from what others computed."""
 
@@ -106,52 +89,6 @@ class Reuse[G: Generation](Protocol):
         since others use them too.
         """
         ...
-
-
-class Queue[G: Generation]:
-    """Those who run, in order of admission, and those who wait."""
-
-    def __init__(self) -> None:
-        self.running: list[G] = []
-        self.waiting: deque[G] = deque()
-
-    def __len__(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    def submit(self, generation: G) -> None:
-        """Puts a generation at the end of the line."""
-        self.waiting.append(generation)
-
-    def submit_first(self, generations: Sequence[G]) -> None:
-        """Puts generations at the front of the line, in order."""
-        self.waiting.extendleft(reversed(generations))
-
-    def apply(self, plan: StepPlan[G]) -> None:
-        """Makes a plan true; afterwards `computed` counts the tokens of its work."""
-        self.retract(plan.retracted)
-        for at, generation in enumerate(plan.admitted):
-            if self.waiting.popleft() is not generation:
-                raise InvariantError("C1: the plan admits out of order; it is of another queue")
-            generation.computed = plan.starts[at] if plan.starts else 0
-            self.running.append(generation)
-        for generation, count in plan.work:
-            generation.computed += count
-            if generation.computed > generation.known:
-                raise InvariantError("C1: a step computes tokens that nobody knows yet")
-
-    def retract(self, generations: Iterable[G]) -> None:
-        """Sends generations, the last that runs first, back to the front of the line."""
-        for generation in generations:
-            if self.running.pop() is not generation:
-                raise InvariantError("C1: only the last that runs is retracted")
-            generation.computed = 0
-            generation.retractions += 1
-            self.waiting.appendleft(generation)
-
-    def leave(self, generation: G) -> None:
-        """Forgets a generation that has ended or was given up."""
-        line = self.running if generation in self.running else self.waiting
-        line.remove(generation)
 
 
 def room(memory: Memory) -> Fits:
@@ -171,68 +108,21 @@ def schedule[G: Generation](
 
     Args:
       fits: whether more units fit beside those held now, less where the demand is negative.
-      reuse: where generations resume; all begin at 0 without.
-    Cost: a few microseconds per running generation.
+      reuse: where generations resume; all begin at 0 without. What is expected of their growth
+        leaves out that they share.
+    Cost: about a microsecond per running generation, and one more in steps that could admit.
     """
-    budget, demand = limits.budget_tokens, (0,) * len(prices.plan.sub_pools)
-    page_tokens, chunk_tokens = prices.plan.page_tokens, limits.chunk_tokens
-    work = []
-    for generation in queue.running:  # the hot loop: no call for who stays within a page
-        computed = generation.computed
-        count = generation.known - computed
-        if count > 1 and reuse is not None:
-            count = reuse.until(generation, computed) - computed
-        if count > chunk_tokens:
-            count = chunk_tokens
-        if count > budget:
-            count = budget
-        budget -= count
-        work.append((generation, count))
-        if count > -computed % page_tokens:
-            demand = add(demand, prices.growth(computed, computed + count))
-    retracted = []
-    while work and not fits(demand):
-        generation, count = work.pop()
-        if not work and count > 1:
-            others = less(demand, _growth(generation, count, prices))  # what the retracted give
-            while count > 1 and not fits(demand):
-                count //= 2
-                demand = add(others, _growth(generation, count, prices))
-            work = [(generation, count)]
-            break
-        retracted.append(generation)
-        computed = generation.computed
-        given_back = add(prices.held(computed), prices.growth(computed, computed + count))
-        if reuse is not None:
-            given_back = less(given_back, reuse.shared(generation))
-        demand = less(demand, given_back)
-    admitted, starts = [], []
-    for generation in queue.waiting if not retracted else ():
-        if not budget or len(work) == limits.rows:
-            break
-        start, until, whole = 0, generation.known, prices.held(generation.known)
-        if reuse is not None:
-            start = reuse.start(generation)
-            until = reuse.until(generation, start)
-        count = min(budget, limits.chunk_tokens, until - start)
-        growth = prices.growth(start, start + count)
-        if start and reuse is not None:
-            shared = reuse.shared(generation)
-            growth, whole = less(add(growth, prices.held(start)), shared), less(whole, shared)
-        whole = tuple(map(max, whole, growth))
-        if not fits(add(demand, whole)):
-            break
-        budget -= count
-        demand = add(demand, growth)
-        work.append((generation, count))
-        admitted.append(generation)
-        starts.append(start)
-    working = tuple([item for item in work if item[1]])
-    return StepPlan(tuple(retracted), tuple(admitted), working, tuple(starts))
-
-
-def _growth(generation: Generation, count: int, prices: Prices) -> Demand:
-    return prices.growth(generation.computed, generation.computed + count)
+    draft = _Draft(queue, prices, fits, limits, reuse)
+    draft.run()
+    draft.make_fit()
+    if queue.waiting and not draft.retracted:
+        if queue.policy == FIRST_COME:
+            draft.admit_in_order()
+        else:
+            draft.admit()
+    work = tuple([item for item in draft.work if item[1]])
+    starts = tuple([draft.begin(one)[0] for one in draft.admitted]) if reuse else ()
+    return StepPlan(tuple(draft.retracted), tuple(draft.admitted), work, starts)
 
 
 def batches[G: Generation](
@@ -248,3 +138,232 @@ def batches[G: Generation](
     found = [single] if single else []
     rows = limits.chunk_rows
     return found + [chunks[at : at + rows] for at in range(0, len(chunks), rows)]
+
+
+class _Draft[G: Generation]:
+    """A step while it is decided.
+
+    Attributes:
+      work: (generation, new tokens) of all who will run.
+      demand: units that the work adds to what is held, less what the retracted give back.
+      budget: tokens left.
+    """
+
+    def __init__(
+        self, queue: Queue[G], prices: Prices, fits: Fits, limits: Limits, reuse: Reuse[G] | None
+    ):  # fmt: skip
+        self.queue, self.prices, self.fits, self.limits = queue, prices, fits, limits
+        self.reuse = reuse
+        self._begins: dict[int, tuple[int, int, Demand | None]] = {}
+        self.demand: Demand = (0,) * len(prices.plan.sub_pools)
+        self.budget = limits.budget_tokens
+        self.work: list[tuple[G, int]] = []
+        self.retracted: list[G] = []
+        self.admitted: list[G] = []
+
+    def run(self) -> None:
+        """Gives everybody who runs its next tokens: single ones first, then chunks."""
+        page_tokens, most = self.prices.plan.page_tokens, self.limits.chunk_tokens
+        running, work = self.queue.running, self.work
+        singles = sum([one.known - one.computed == 1 for one in running])
+        left = max(0, self.budget - singles)  # for chunks
+        singles = self.budget - left
+        for generation in running:  # the hot loop: no call for who stays within a page
+            computed = generation.computed
+            count = generation.known - computed
+            if count == 1:
+                count = 1 if singles else 0
+                singles -= count
+            else:
+                if self.reuse is not None and count:
+                    count = self.reuse.until(generation, computed) - computed
+                count = min(count, most, left)
+                left -= count
+            work.append((generation, count))
+            if count > -computed % page_tokens:
+                self.demand = add(self.demand, self.prices.growth(computed, computed + count))
+        self.budget = left
+
+    def make_fit(self) -> None:
+        """Retracts until the growth of the others fits; the last one left computes less instead."""
+        while self.work and not self.fits(self.demand):
+            victims = [] if len(self.work) == 1 else self.victims()
+            if victims:
+                self.retract(victims[0])
+                continue
+            longest = max(range(len(self.work)), key=lambda at: self.work[at][1])
+            generation, count = self.work[longest]
+            if count <= 1:
+                self.retract(self.work[-1][0])
+                continue
+            self.demand = less(self.demand, self._growth(generation, count))
+            self.demand = add(self.demand, self._growth(generation, count // 2))
+            self.work[longest] = generation, count // 2
+
+    def admit_in_order(self) -> None:
+        """Admits while the next in line fits with all that it knows."""
+        for generation in self.queue.waiting:
+            if not self.budget or not self.has_room(generation):
+                break
+            self.admit_one(generation)
+
+    def admit(self) -> None:
+        """Admits those whose expected growth fits too, some of them before others that wait."""
+        refused: list[G] = []
+        crowd: _Crowd[G] | None = None
+        least = min((one.priority for one, _ in self.work), default=PRIORITIES.stop)
+        for generation in self.queue.waiting:
+            if not self.budget or len(refused) > LOOKED_PAST:
+                break
+            if any(self._passes(one, generation) >= MOST_PASSES for one in refused):
+                break
+            is_hopeless = generation.priority <= least and not self.has_room(generation)
+            if not is_hopeless and crowd is None:
+                crowd = _Crowd(self)
+            if is_hopeless or crowd is None or not crowd.admit(generation):
+                refused.append(generation)
+
+    def _passes(self, refused: G, generation: G) -> int:
+        """How often one was passed over by now."""
+        if refused.priority != generation.priority:
+            return 0
+        later = sum(one.place > refused.place for one in self.admitted)
+        return refused.passes + later
+
+    def victims(self, below: int = PRIORITIES.stop) -> list[G]:
+        """Who may be retracted, who goes first: the last admitted of the least urgent."""
+        is_bound = self.queue.policy != FIRST_COME
+        found = [
+            one for one, _ in self.work[::-1]
+            if one.priority < below and not (is_bound and one.is_firm)
+        ]  # fmt: skip
+        return sorted(found, key=lambda one: one.priority)
+
+    def has_room(self, generation: G) -> bool:
+        """Whether there is a row, and all that a candidate knows fits now."""
+        if len(self.work) == self.limits.rows:
+            return False
+        _, growth = self._first(generation)
+        whole, shared = self.prices.held(generation.known), self.begin(generation)[2]
+        if shared is not None:
+            whole = less(whole, shared)
+        return self.fits(add(self.demand, tuple(map(max, whole, growth))))
+
+    def begin(self, generation: G) -> tuple[int, int, Demand | None]:
+        """Where a candidate resumes, where its first chunk ends at the latest, and what it then
+        shares.
+        """
+        if self.reuse is None:
+            return 0, generation.known, None
+        found = self._begins.get(id(generation))
+        if found is None:
+            start = self.reuse.start(generation)
+            until = self.reuse.until(generation, start)
+            found = start, until, self.reuse.shared(generation) if start else None
+            self._begins[id(generation)] = found
+        return found
+
+    def _first(self, generation: G) -> tuple[int, Demand]:
+        """New tokens of a candidate's first chunk, and the units that it adds."""
+        start, until, shared = self.begin(generation)
+        count = min(self.budget, self.limits.chunk_tokens, until - start)
+        growth = self.prices.growth(start, start + count)
+        if shared is not None:
+            growth = less(add(growth, self.prices.held(start)), shared)
+        return count, growth
+
+    def admit_one(self, generation: G) -> None:
+        count, growth = self._first(generation)
+        self.budget -= count
+        self.demand = add(self.demand, growth)
+        self.work.append((generation, count))
+        self.admitted.append(generation)
+
+    def retract(self, generation: G) -> None:
+        at = next(at for at, item in enumerate(self.work) if item[0] is generation)
+        _, count = self.work.pop(at)
+        held = self.prices.held(generation.computed)
+        if self.reuse is not None:
+            held = less(held, self.reuse.shared(generation))
+        self.demand = less(self.demand, add(held, self._growth(generation, count)))
+        self.budget += count
+        self.retracted.append(generation)
+
+    def _growth(self, generation: G, count: int) -> Demand:
+        return self.prices.growth(generation.computed, generation.computed + count)
+
+
+class _Crowd[G: Generation]:
+    """Those who run, as far as their future matters to a candidate.
+
+    Attributes:
+      held: units of all who ran before the step; what is asked of `fits` is beside these.
+      expected: units at the steps of the outlook.
+      promised: all that firm ones can ever need.
+    """
+
+    def __init__(self, draft: _Draft[G]):
+        queue, prices = draft.queue, draft.prices
+        self.draft = draft
+        self.lengths = queue.lengths if queue.policy == PREDICTED else None
+        running = [one for one, _ in draft.work]
+        near = queue.waiting[: LOOKED_PAST + 1]
+        left = [one.limit - one.known for one in running + near]
+        self.outlook = Outlook(prices, self.lengths, left, max(map(self._horizon, near)))
+        self.held = total_held(prices, [one.computed for one in queue.running])
+        self.expected = self._expected(running)
+        self.promised: Demand = (0,) * len(self.held)
+        for generation in running:
+            if generation.is_firm:
+                self.promised = add(self.promised, self._peak(generation))
+
+    def admit(self, generation: G) -> bool:
+        """Admits a candidate if it suits, beside all who run or instead of less urgent ones."""
+        draft = self.draft
+        before = draft.demand, draft.budget, draft.work[:], draft.retracted[:], self.expected
+        victims = draft.victims(below=generation.priority)[::-1]
+        while not self._suits(generation):
+            if not victims:
+                draft.demand, draft.budget, draft.work, draft.retracted, self.expected = before
+                return False
+            victim = victims.pop()
+            draft.retract(victim)
+            self.expected -= self._expected([victim])
+        draft.admit_one(generation)
+        self.expected += self._expected([generation])
+        if generation.is_firm:
+            self.promised = add(self.promised, self._peak(generation))
+        return True
+
+    def _suits(self, generation: G) -> bool:
+        draft = self.draft
+        if not draft.has_room(generation):
+            return False
+        if not draft.work:
+            return True  # alone it goes token by token (C2)
+        if generation.is_firm:
+            promised = add(self.promised, self._peak(generation))
+            if not draft.fits(less(promised, self.held)):
+                return False
+        total = self.expected + self._expected([generation])
+        demands = total.demands(self.outlook.until(self._horizon(generation)))
+        return all(draft.fits(less(demand, self.held)) for demand in demands)
+
+    def _horizon(self, generation: G) -> float:
+        """How many tokens a candidate is to sample before it may be in the way."""
+        left = generation.limit - generation.known
+        if self.lengths is None or generation.is_firm:
+            return left
+        return SHARE * self.lengths.left(generation.known - generation.prompt_tokens, left)
+
+    def _expected(self, generations: Sequence[G]) -> Expected:
+        return self.outlook.expected(
+            [one.known for one in generations],
+            [one.known - one.prompt_tokens for one in generations],
+            [one.limit - one.known for one in generations],
+        )
+
+    def _peak(self, generation: G) -> Demand:
+        limits = self.draft.limits
+        chunk = min(limits.chunk_tokens, limits.budget_tokens)
+        return self.draft.prices.peak(generation.limit - 1, chunk)

@@ -16,9 +16,9 @@ import numpy as np
 from unimem_jax.errors import UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.prefix import NO_MATCH, Match, require_hashable
+from unimem_jax.queue import Generation
 from unimem_jax.requests import Request, Work
 from unimem_jax.sampling import Sampling
-from unimem_jax.schedule import Generation
 from unimem_jax.text import StopText, TextStream, Tokenizer
 
 type Prompt = str | Sequence[int] | np.ndarray

@@ -20,8 +20,9 @@ from unimem_jax.allocator import UNIFIED, Split
 from unimem_jax.errors import InvariantError, UsageError
 from unimem_jax.memory import Memory
 from unimem_jax.plan import Plan
+from unimem_jax.queue import FIRST_COME, Generation, Queue
 from unimem_jax.requests import Request
-from unimem_jax.schedule import Generation, Limits, Queue, batches, room, schedule
+from unimem_jax.schedule import Limits, batches, room, schedule
 from unimem_jax.step_time import StateBytes, StepTime
 from unimem_jax.trace import Traced
 
@@ -51,6 +52,7 @@ class Simulated:
       running_mean, running_max: requests that run, counted in each step before those that ended
         leave.
       retractions: how often a request lost its memory.
+      retractions_max: of one request.
       computed_tokens: in all; more than `needed_tokens` where state was computed again.
       needed_tokens: what a run without retractions computes.
       moved_bytes: bytes that the allocator moved.
@@ -65,6 +67,7 @@ class Simulated:
     running_mean: float
     running_max: int
     retractions: int
+    retractions_max: int
     computed_tokens: int
     needed_tokens: int
     moved_bytes: int
@@ -75,36 +78,38 @@ class Simulated:
 
 @dataclass(slots=True, eq=False)
 class _Replayed(Generation):
-    prompt: int = 0
     total: int = 0  # tokens known at the end
     arrival_s: float = 0.0
     request: Request = field(init=False)  # while it runs
 
 
 def simulate(
-    lengths: Sequence[tuple[int, int]], plan: Plan, limits: Limits, layout: str | Split = UNIFIED
-) -> Simulated:
-    """Runs requests that all arrive at once.
+    lengths: Sequence[tuple[int, int]], plan: Plan, limits: Limits,
+    layout: str | Split = UNIFIED, policy: str = FIRST_COME,
+) -> Simulated:  # fmt: skip
+    """Runs requests that all arrive at once. Each declares the longest output as its limit.
 
     Args:
       lengths: prompt and generated tokens of each request, both at least 1.
       limits: of each step.
       layout: `UNIFIED`, or a `Split` of the same bytes.
+      policy: of `schedule`.
     Raises:
-      UsageError: a length below 1, or a request that the empty memory cannot hold (itemised).
+      UsageError: a length below 1, another policy, or a request that the empty memory cannot
+        hold (itemised).
     """
-    found = simulate_within(math.inf, lengths, plan, limits, layout)
+    found = simulate_within(math.inf, lengths, plan, limits, layout, policy=policy)
     assert found is not None
     return found
 
 
 def simulate_within(
     most: float, lengths: Sequence[tuple[int, int]], plan: Plan, limits: Limits,
-    layout: str | Split,
+    layout: str | Split, *, policy: str = FIRST_COME,
 ) -> Simulated | None:  # fmt: skip
     """As `simulate`; None as soon as it is certain to take more than `most` steps."""
     requests = [Traced(0.0, prompt, new) for prompt, new in lengths]
-    simulation = Simulation(requests, plan, limits, layout)
+    simulation = Simulation(requests, plan, limits, layout, policy=policy)
     rows = _most_at_once(plan, limits, layout)
     while not simulation.is_over:
         # A step adds at most a token to each that runs.
@@ -123,6 +128,7 @@ class Simulation:
       layout: `UNIFIED`, or a `Split` of the same bytes.
       clock: how long steps take; without one, requests do not wait for their arrival.
       concurrency: most requests in the system at once; each further one arrives when another ends.
+      policy: of `schedule`; every request declares the longest output of all as its limit.
       state: what requests need of the arena; by default what `plan` holds.
     Attributes:
       steps, ended: so far.
@@ -130,21 +136,23 @@ class Simulation:
       now_s: time by the clock.
       memory, queue: as the engine's.
     Raises:
-      UsageError: no request, a length below 1, or a request that the empty memory cannot hold
-        (itemised).
+      UsageError: no request, a length below 1, another policy, or a request that the empty memory
+        cannot hold (itemised).
     """
 
     def __init__(
         self, requests: Sequence[Traced], plan: Plan, limits: Limits,
         layout: str | Split = UNIFIED, *, clock: StepTime | None = None,
         concurrency: int | None = None, state: StateBytes | None = None,
+        policy: str = FIRST_COME,
     ):  # fmt: skip
         if not requests or min(min(one.prompt_tokens, one.new_tokens) for one in requests) < 1:
             raise UsageError("a simulation needs requests of at least one prompt and one new token")
         totals = [one.prompt_tokens + one.new_tokens for one in requests]
         self.memory = Memory(plan, limits.rows, max(totals), layout=layout)
         self._refuse_impossible(requests, totals)
-        self.queue: Queue[_Replayed] = Queue()
+        self.queue: Queue[_Replayed] = Queue(policy)
+        self._most_new = max(one.new_tokens for one in requests)
         self.limits, self.clock = limits, clock
         self._state = state or StateBytes.of_plan(plan)
         self._coming = deque(requests)
@@ -154,7 +162,7 @@ class Simulation:
         self._needed = sum(totals) - len(totals)
         self.left = self._generated = sum(one.new_tokens for one in requests)
         self.steps = self.ended = self._running = self._most = self._retractions = 0
-        self._computed = self._moved_bytes = 0
+        self._retractions_max = self._computed = self._moved_bytes = 0
         self.now_s = self._wasted = 0.0
         self._began_s = time.process_time()  # asked once: it is a system call
         self._crowded = 0  # steps in which a request waits for memory
@@ -196,6 +204,7 @@ class Simulation:
             running_mean=self._running / self.steps,
             running_max=self._most,
             retractions=self._retractions,
+            retractions_max=self._retractions_max,
             computed_tokens=self._computed,
             needed_tokens=self._needed,
             moved_bytes=self.memory.metrics()["moved_bytes"],
@@ -215,11 +224,12 @@ class Simulation:
             if self._concurrency is not None and len(queue) >= self._concurrency:
                 break
             one = coming.popleft()
-            total = one.prompt_tokens + one.new_tokens
-            arrival_s = one.arrival_s if self._concurrency is None else self.now_s
             queue.submit(
                 _Replayed(
-                    one.prompt_tokens, prompt=one.prompt_tokens, total=total, arrival_s=arrival_s
+                    one.prompt_tokens,
+                    limit=one.prompt_tokens + self._most_new,
+                    total=one.prompt_tokens + one.new_tokens,
+                    arrival_s=one.arrival_s if self._concurrency is None else self.now_s,
                 )
             )
 
@@ -259,13 +269,14 @@ class Simulation:
         for replayed, _ in work:
             known = replayed.known
             if replayed.computed == known:
-                if known == replayed.prompt:
+                if known == replayed.prompt_tokens:
                     self._first_s.append(self.now_s - replayed.arrival_s)
                 replayed.known = known = known + 1
                 left -= 1
                 if known == replayed.total:
                     self.memory.free(replayed.request)
-                    self.queue.leave(replayed)
+                    self.queue.end(replayed)
+                    self._retractions_max = max(self._retractions_max, replayed.retractions)
                     self.ended += 1
         self.left = left
 

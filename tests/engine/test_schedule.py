@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from unimem_jax.errors import InvariantError, UsageError
 from unimem_jax.plan import plan
 from unimem_jax.price import Prices
-from unimem_jax.schedule import Generation, Limits, Queue, StepPlan, batches, schedule
+from unimem_jax.queue import Generation, Queue, StepPlan
+from unimem_jax.schedule import Limits, batches, schedule
 from unimem_jax.spec import CONTEXT, REQUEST, Part, Site, window
 
 PAGE, WINDOW = 4, 8
@@ -66,10 +67,17 @@ def twin_step(running, waiting, limits, total):
     """One step of the policy, one generation at a time. Returns (retracted, admitted, work)."""
     budget, retracted, work = limits.budget_tokens, [], []
     grown = {id(twin): held(twin.computed) for twin in running}
+    shares, left = {}, limits.budget_tokens
+    for is_chunk in (False, True):  # single tokens take their share of the budget first
+        for twin in running:
+            needed = twin.known - twin.computed
+            if (needed > 1) == is_chunk:
+                shares[id(twin)] = min(left, limits.chunk_tokens, needed)
+                left -= shares[id(twin)]
     for twin in list(running):
         if twin not in running:
             continue
-        count = min(budget, limits.chunk_tokens, twin.known - twin.computed)
+        count = shares[id(twin)]
         grown[id(twin)] = during(twin.computed, count)
         while running and sum(grown[id(other)] for other in running) > total:
             if running == [twin] and count > 1:
