@@ -71,6 +71,10 @@ class Admission:
         """Whether a sample waits, since the first one of its prompt reads that for all of them."""
         return False
 
+    def check_idle(self) -> None:
+        """Verifies that nothing is held, now that no request is left. Raises InvariantError."""
+        self.memory.check_idle()
+
     def release(self, served: Served) -> None:
         """Frees a request's memory, if it has any."""
         if served.request is not None:
@@ -196,6 +200,10 @@ class PrefixAdmission(Admission, Reuse[Served]):
         """As of `Admission`: until the first sample has read all of the prompt but a token."""
         leader = served.leader
         return leader is not None and leader.computed < leader.prompt_tokens - 1
+
+    def check_idle(self) -> None:
+        """As of `Admission`, but for what the cache keeps."""
+        self.memory.check_idle(self.cache.tree.reclaimable())
 
     def release(self, served: Served) -> None:
         """Frees a request's memory and keeps the prefix that it has computed."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unimem_jax.engine import Engine, Statistics
+from unimem_jax.engine import Engine
 from unimem_jax.errors import UsageError
 from unimem_jax.picture import Moment, observe
 from unimem_jax.plan import size_text
@@ -17,6 +17,7 @@ from unimem_jax.sampling import Sampling
 from unimem_jax.serving import Completion, Piece, joined
 from unimem_jax.simulate import Simulated, simulate
 from unimem_jax.splits import best_split, default_split
+from unimem_jax.statistics import Statistics
 
 ARENA_BYTES = 3 << 20
 ROWS = 16

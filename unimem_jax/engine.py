@@ -16,7 +16,7 @@ E4  SIGINT is delivered between changes, never inside one.
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,44 +30,16 @@ from unimem_jax.memory import Memory
 from unimem_jax.packet import Packet, Shape, blank, step_shape, upkeep_shape
 from unimem_jax.plan import plan
 from unimem_jax.programs import Programs
-from unimem_jax.queue import Queue
+from unimem_jax.queue import FIRST_COME, Queue, require_priority
 from unimem_jax.sampling import Sampling
 from unimem_jax.schedule import Limits, batches
 from unimem_jax.serving import Completion, Intake, Piece, Prompt, Served, joined
+from unimem_jax.statistics import Statistics
 from unimem_jax.step import Model, StepOut
 from unimem_jax.text import ByteText, Tokenizer
 
 CONTEXT_TOKENS = 4096  # of a model that names no longest sequence
 CHUNK_ROWS = 4  # rows of one program that runs chunks of prompts
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Sums over all steps of an engine.
-
-    Attributes:
-      running_mean, running_max: requests that run, counted in each step before those that ended
-        leave.
-      generated_tokens: sampled and kept.
-      computed_tokens: run through the model, prompts included.
-      recomputed_tokens: of those, computed before and lost by a retraction.
-      prefix_hit_tokens: known to requests and not computed, since a kept prefix had them.
-      moved_units, moved_bytes: moves of the allocator.
-      seconds: inside steps; `tokens_per_second` counts generated tokens over them.
-    """
-
-    steps: int
-    running_mean: float
-    running_max: int
-    retractions: int
-    generated_tokens: int
-    computed_tokens: int
-    recomputed_tokens: int
-    prefix_hit_tokens: int
-    moved_units: int
-    moved_bytes: int
-    seconds: float
-    tokens_per_second: float
 
 
 class Engine:
@@ -90,9 +62,9 @@ class Engine:
       tokenizer: turns text into tokens and back; a model with `text == "bytes"` needs none.
       program_folder: keeps compiled programs of models of this package, so that the next start
         neither traces nor compiles; a folder that only its owner writes, since it holds code.
+      policy: of `schedule`: "predicted", "bounded" or "first-come".
     Raises:
-      UsageError: sizes that are not positive, an arena too small (itemised), or a context longer
-        than the model's.
+      UsageError: wrong sizes or policy, an arena too small (itemised), or too long a context.
     """
 
     memory: Memory
@@ -105,6 +77,7 @@ class Engine:
         layout: str | Split = UNIFIED, compaction_bytes: int = 0,
         prefix_cache: bool = False, checkpoint_tokens: int = CHECKPOINT_TOKENS,
         tokenizer: Tokenizer | None = None, program_folder: str | Path | None = None,
+        policy: str = FIRST_COME,
     ):  # fmt: skip
         (compaction_bytes,) = require_counts(compaction_bytes=compaction_bytes)
         (checkpoint_tokens,) = require_positive(checkpoint_tokens=checkpoint_tokens)
@@ -124,7 +97,7 @@ class Engine:
         self.limits = Limits(rows, rows + CHUNK_ROWS * chunk_tokens, chunk_tokens, CHUNK_ROWS)
         self._layout, self._compaction_bytes = layout, compaction_bytes
         self._checkpoint_tokens = checkpoint_tokens if prefix_cache else 0
-        self.queue: Queue[Served] = Queue()
+        self.queue: Queue[Served] = Queue(policy)
         self._served: dict[int, Served] = {}
         self._streamed: set[int] = set()  # indices that `stream` and `generate` read
         self._unread: list[Piece] = []
@@ -175,12 +148,18 @@ class Engine:
         return self._stream(self.intake.check_all(prompts, sampling, self.memory, namespace))
 
     def submit(
-        self, prompt: Prompt, sampling: Sampling | None = None, namespace: Hashable = None
-    ) -> int:
-        """Puts one request at the end of the line; `step` runs it. Returns its index."""
+        self, prompt: Prompt, sampling: Sampling | None = None, namespace: Hashable = None, *,
+        priority: int = 0,
+    ) -> int:  # fmt: skip
+        """Puts one request at the end of the line of its priority; `step` runs it.
+
+        Its priority is from -100 to 100; higher is more urgent. Returns its index.
+        """
+        require_priority(priority)
         served, *more = self.intake.check_all([prompt], sampling, self.memory, namespace)
         if more:
             raise UsageError("`submit` runs one sample; `generate` and `stream` run several")
+        served.priority = priority
         with interrupts_held():
             return self._submit(served)
 
@@ -362,6 +341,7 @@ class Engine:
         piece = served.accept(token)
         self._generated += 1
         if piece.finish_reason is not None:
+            self.queue.learn(served)
             self._leave(served.index)
         return piece
 
@@ -373,6 +353,8 @@ class Engine:
         self.queue.leave(served)
         self._admission.release(served)
         self._let_follow(served)
+        if not self._served:
+            self._admission.check_idle()
 
     def _row_bucket(self, count: int) -> int:
         """The smallest power of 4 that holds `count` rows, or all rows."""
@@ -399,5 +381,6 @@ class Engine:
         self._sums = (self._sums[0] + lost.recomputed_tokens, self._sums[1] + lost.hit_tokens)
         for served in self._served.values():
             served.request = None
-        self.queue.retract(self.queue.running[::-1])
+        for served in self.queue.running[:]:
+            self.queue.send_back(served)
         self._start_memory()

@@ -160,9 +160,8 @@ class Queue[G: Generation]:
         line = self.running if generation in self.running else self.waiting
         line.remove(generation)
 
-    def end(self, generation: G) -> None:
-        """Forgets a generation that has ended, and learns from its length."""
-        self.leave(generation)
+    def learn(self, generation: G) -> None:
+        """Learns from the length of a generation that has ended."""
         self._lengths.note(generation.known - generation.prompt_tokens)
         self._is_stale = True
 

@@ -91,7 +91,6 @@ class Served(Generation):
     """
 
     tokens: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
     max_new: int = 0
     words: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
@@ -203,6 +202,7 @@ class Intake:
         self._refuse_impossible(len(tokens), max_new, memory)
         return Served(
             known=len(tokens),
+            limit=len(tokens) + max_new,
             tokens=tokens,
             prompt_tokens=len(tokens),
             max_new=max_new,

@@ -275,7 +275,8 @@ class Simulation:
                 left -= 1
                 if known == replayed.total:
                     self.memory.free(replayed.request)
-                    self.queue.end(replayed)
+                    self.queue.learn(replayed)
+                    self.queue.leave(replayed)
                     self._retractions_max = max(self._retractions_max, replayed.retractions)
                     self.ended += 1
         self.left = left

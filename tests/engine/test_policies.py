@@ -59,7 +59,8 @@ class Served:
             if one.computed == one.known:
                 one.known += 1
                 if one.known == self.ends[one]:
-                    queue.end(one)
+                    queue.learn(one)
+                    queue.leave(one)
                     self.over.append(one)
         self.steps += 1
         assert self.steps < 20_000, "the generations do not end"
