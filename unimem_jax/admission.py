@@ -24,8 +24,8 @@ from unimem_jax.errors import require_positive
 from unimem_jax.memory import Memory
 from unimem_jax.prefix import NO_MATCH, PrefixCache
 from unimem_jax.price import Demand, add, less
-from unimem_jax.requests import NO_PREFIX, Prefix
 from unimem_jax.queue import Queue, StepPlan
+from unimem_jax.requests import NO_PREFIX, Prefix
 from unimem_jax.schedule import Fits, Limits, Reuse, room, schedule
 from unimem_jax.serving import Served
 
