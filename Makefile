@@ -29,7 +29,7 @@ test: environment
 	$(BIN)/python -m pytest
 
 test-slow: environment
-	$(BIN)/python -m pytest -m slow
+	XLA_FLAGS="$$XLA_FLAGS" $(BIN)/python -m pytest -m slow
 
 test-exhaustive: environment
 	$(BIN)/python -m pytest -m exhaustive

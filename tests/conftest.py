@@ -1,12 +1,15 @@
 """What holds for every test: the CPU, strict promotion rules, repeatable Hypothesis examples.
 
-JAX_PLATFORMS is set in the environment, before anything imports JAX, so that the programs which
-tests start inherit it; a value that is already there is kept.
+Two variables are set in the environment, before anything imports JAX, so that the programs which
+tests start inherit them; a value that is already there is kept. Most of the suite's time is
+compilation, and LLVM's optimisations are half of that. They are left out here; the long tests, the
+oldest JAX and what is compiled for a GPU have them all (`XLA_FLAGS=` in the environment).
 """
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import hypothesis
 import jax
