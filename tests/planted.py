@@ -134,6 +134,10 @@ def queued_moves_forgotten(_):
     return free_one
 
 
+def stamps_lost(_):
+    return lambda self: self._unwritten.clear()
+
+
 def pins_moved(original):
     return lambda geometry, held, pinned, counts: original(
         geometry, held, [()] * len(counts), counts
@@ -239,6 +243,7 @@ PLANTED = [
     Bug("a freed id is lost", tables.IdSpace, "give", ids_not_returned),
     Bug("overlapping units are not asked", ledger.Ledger, "settled", only_its_own_sub_pool),
     Bug("a freed unit forgets a queued move", ledger.Ledger, "free_one", queued_moves_forgotten),
+    Bug("stamps of freed units are lost", ledger.Ledger, "_write_stamps", stamps_lost),
     Bug("one ticket retires all", ledger.Ledger, "retire", retire_releases_everything),
     Bug("the source of a copy settles", ledger.Ledger, "hand_out", source_of_a_copy_let_go),
     Bug("one ticket for all batches", ledger.Ledger, "hand_out", one_ticket_for_all_batches),
