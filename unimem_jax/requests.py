@@ -60,18 +60,19 @@ class Rows:
         """
         try:
             work = list(work)
-            requests, asked = [item.request for item in work], [item.count for item in work]
+            requests = [item.request for item in work]
+            counted = [item.count for item in work]
             emits = np.array([item.emit for item in work], np.bool_)
         except (AttributeError, TypeError, ValueError) as error:
             raise UsageError(f"a step takes a list of Work of requests, not {work!r}") from error
-        rows, counts = self._cells(requests, asked)
+        if emits.ndim != 1:
+            raise UsageError("each item of the work has one emit, a bool")
+        rows, counts = self._cells(requests, counted)
         named = {
             at: _named_tokens(item.tokens, item.count)
             for at, item in enumerate(work)
             if item.tokens is not None
         }
-        if emits.ndim != 1:
-            raise UsageError("each item of the work has one emit that is a bool")
         batch = Batch(self, requests, rows, counts, emits, named)
         follows = counts > 0
         follows[list(named)] = False
@@ -81,13 +82,13 @@ class Rows:
         self.require_sampled(rows[follows])
         return batch
 
-    def unnamed(self, requests: "Sequence[Request]", counts: np.ndarray) -> "Batch":
+    def unnamed(self, requests: "Sequence[Request]", counts: Sequence[int]) -> "Batch":
         """As `batch`, for tokens that nobody names; each request samples after its last one."""
         rows, exact = self._cells(requests, counts)
         return Batch(self, requests, rows, exact, exact > 0, {})
 
     def _cells(
-        self, requests: "Sequence[Request]", counts: Sequence[int] | np.ndarray
+        self, requests: "Sequence[Request]", counts: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rows of requests and their counts of new tokens, int64[requests] each.
 
@@ -97,11 +98,14 @@ class Rows:
         try:
             taken = [request.row for request in requests]
         except (AttributeError, TypeError) as error:
-            raise UsageError(f"a step takes requests, not {requests!r}") from error
+            raise UsageError(f"a step is of several requests, not {requests!r}") from error
         if len(set(taken)) < len(taken):
             raise UsageError("a request takes part in a step once")
         rows = np.array(taken, np.int64)
-        exact = int32(counts, "counts of new tokens").astype(np.int64)
+        if isinstance(counts, np.ndarray) and counts.dtype == np.int64:
+            exact = counts
+        else:
+            exact = int32(counts, "counts of new tokens").astype(np.int64)
         if exact.shape != rows.shape:
             raise UsageError(f"{len(taken)} requests take as many counts, not {counts!r}")
         holders = self.holders
