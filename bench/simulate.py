@@ -8,7 +8,7 @@ Three tables, none of which needs a device:
                 what one arena of these bytes runs, over that
     host        processor time of a whole step at 32, 128 and 1,024 running requests, as a + b R
 
-All run under `--policy first-come`. Rows that need the Azure conversation trace are left out where
+All run under `first-come`. Rows that need the Azure conversation trace are left out where
 it is not given. Figures of the first two depend on nothing but the code; those of the third are
 processor time, on whatever machine this is.
 """

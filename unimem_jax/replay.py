@@ -170,7 +170,8 @@ def replay(
     state = StateBytes.of(parts)
     simulation = Simulation(
         requests, made, Limits(len(requests), BUDGET_TOKENS, BUDGET_TOKENS, len(requests)), split,
-        clock=StepTime(weights(model), state), concurrency=load.concurrency, state=state,
+        policy=policy, clock=StepTime(weights(model), state), concurrency=load.concurrency,
+        state=state,
     )  # fmt: skip
     watched = Watched(simulation) if is_drawn else None
     ended = 0
