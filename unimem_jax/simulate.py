@@ -173,6 +173,11 @@ class Simulation:
         """Whether every request has ended."""
         return not self.queue and not self._coming
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether every request has arrived."""
+        return not self._coming
+
     def step(self) -> None:
         """Lets requests arrive, and runs one step."""
         memory, queue = self.memory, self.queue
