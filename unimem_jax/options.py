@@ -48,6 +48,8 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--layout", default="unified", metavar="NAME", help="unified, split, split:RATIO or blocks"
     )
-    command.add_argument("--policy", default="first-come", metavar="NAME", help="first-come")
+    command.add_argument(
+        "--policy", default="first-come", metavar="NAME", help="or predicted, bounded"
+    )
     command.add_argument("--json", metavar="FILE", help="also write the results as JSON")
     command.add_argument("--plot", metavar="FILE", help="a PNG of the arena, running and waiting")

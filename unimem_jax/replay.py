@@ -26,6 +26,7 @@ from unimem_jax.errors import UsageError, require_positive
 from unimem_jax.geometries import geometry
 from unimem_jax.picture import Moment, observe
 from unimem_jax.plan import Plan, plan, size_text
+from unimem_jax.queue import FIRST_COME, POLICIES
 from unimem_jax.schedule import Limits
 from unimem_jax.simulate import Simulated, Simulation
 from unimem_jax.splits import default_split
@@ -37,7 +38,6 @@ BUDGET_TOKENS = 8192  # of one step
 MOST_MOMENTS = 4096  # kept for a picture
 LAYOUTS = "unified, split, split:RATIO or blocks"
 ARRIVALS = ("trace", "at-once")
-POLICIES = ("first-come",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Replayed:
 
 def replay(
     model: str, arena_bytes: int, load: Load, requests: Sequence[Traced], *,
-    layout: str = UNIFIED, policy: str = POLICIES[0], page_tokens: int = 16,
+    layout: str = UNIFIED, policy: str = FIRST_COME, page_tokens: int = 16,
     on_ended: Callable[[int], object] = lambda count: None, is_drawn: bool = False,
 ) -> Replayed:  # fmt: skip
     """Serves a load in simulation.
@@ -164,7 +164,7 @@ def replay(
         fit.
     """
     if policy not in POLICIES:
-        raise UsageError(f"a policy is {' or '.join(POLICIES)}, not {policy!r}")
+        raise UsageError(f"a policy is one of {', '.join(POLICIES)}, not {policy!r}")
     parts = geometry(model)
     made, split = arranged(model, arena_bytes, layout, page_tokens)
     state = StateBytes.of(parts)

@@ -83,7 +83,7 @@ def test_a_closed_loop_never_has_more_requests_than_it_says(unimem, tmp_path):
         ((*EVEN, "--layout", "blocks:2"), "a layout is unified"),
         ((*EVEN, "--layout", "split:-1"), "the ratio of a split is a positive number"),
         ((*EVEN, "--layout", "split:"), "the ratio of a split is a positive number"),
-        ((*EVEN, "--policy", "luck"), "a policy is first-come"),
+        ((*EVEN, "--policy", "luck"), "a policy is one of first-come, predicted"),
         ((*EVEN, "--page", "0"), "page_tokens is a positive int"),
         ((*EVEN, "--model", "gpt-5"), "no geometry is named 'gpt-5'"),
         ((*EVEN, "--model", "deepseek-v3.2", "--layout", "split"), "nothing to split"),
