@@ -82,13 +82,13 @@ class Rows:
         self.require_sampled(rows[follows])
         return batch
 
-    def unnamed(self, requests: "Sequence[Request]", counts: Sequence[int]) -> "Batch":
+    def unnamed(self, requests: "Sequence[Request]", counts: Sequence[int] | np.ndarray) -> "Batch":
         """As `batch`, for tokens that nobody names; each request samples after its last one."""
         rows, exact = self._cells(requests, counts)
         return Batch(self, requests, rows, exact, exact > 0, {})
 
     def _cells(
-        self, requests: "Sequence[Request]", counts: Sequence[int]
+        self, requests: "Sequence[Request]", counts: Sequence[int] | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rows of requests and their counts of new tokens, int64[requests] each.
 
