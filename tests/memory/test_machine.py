@@ -128,14 +128,13 @@ class TestAllocatorMachineAtLength(AllocatorMachine.TestCase):
     settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("thousands", [90, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_seeded_simulation_finds_nothing(thousands):
-    totals = sim.run(seed=0, steps=thousands * 1000)
-    assert totals["moved_units"] > 3 * thousands, "hardly ever had to move anything"
+def test_a_seeded_simulation_finds_nothing():
+    totals = sim.run(seed=0, steps=300_000)
+    assert totals["moved_units"] > 1000, "hardly ever had to move anything"
     for reason in ("bytes", "ids", "pins", "never"):
-        assert totals[f"refused for {reason}"] > thousands, f"hardly ever refused for {reason}"
-    assert totals["copied_bytes"] > 300 * thousands, "hardly ever copied anything"
-    assert all(totals[fault] > 3 * thousands for fault in sim.FAULTS), "a fault hardly happened"
+        assert totals[f"refused for {reason}"] > 300, f"hardly ever refused for {reason}"
+    assert totals["copied_bytes"] > 100_000, "hardly ever copied anything"
+    assert all(totals[fault] > 1000 for fault in sim.FAULTS), "a fault hardly happened"
 
 
 @pytest.mark.slow
