@@ -206,6 +206,17 @@ def test_scarcity_retracts_evicts_and_changes_no_token(model, engine, seed):
     assert metrics["evicted"]
 
 
+def test_a_prefix_that_leaves_no_room_for_its_copy_keeps_nobody_waiting(model, engine):
+    """A19: alone it fits without the prefix, and not beside it (Y3)."""
+    prompt = words(2, 40)
+    with ballast(engine, engine.memory.prices.peak(45, CHUNK)):
+        first = verify(model, engine, [prompt])
+        before = hits(engine)
+        assert verify(model, engine, [prompt]) == first
+        assert hits(engine) == before, "there was room beside the prefix"
+    assert verify(model, engine, [prompt]) == first
+
+
 def test_a_retracted_request_goes_on_from_what_it_had(model, engine):
     """Room is short for a moment only: what did not have to go is not computed again."""
     prompts = [words(at, 40) for at in range(2)]

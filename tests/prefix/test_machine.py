@@ -48,6 +48,14 @@ def test_a_cache_agrees_with_its_twins(kind, page_tokens):
     assert hits, "requests never meet what others left"
 
 
+def test_two_ranks_keep_the_same_prefixes():
+    """A32: what is kept and what goes depends on nothing but what was asked before."""
+    first, second = (live(World("hybrid", 4, 36 << 10, seed=5)) for _ in range(2))
+    assert first.cache.metrics()["evicted"]
+    assert list(first.records().items()) == list(second.records().items())
+    assert first.cache.metrics() == second.cache.metrics()
+
+
 def test_a_cache_agrees_with_its_twins_in_shares_of_their_own():
     world = live(World("hybrid", 4, 48 << 10, layout=Split((5, 8, 12, 12))), 300)
     assert world.resumed
