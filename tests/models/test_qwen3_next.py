@@ -30,8 +30,13 @@ def read_layer(state, layer):
     return {"conv": state[f"L{layer}.conv0"][0, :, 1:].T, "state": state[f"L{layer}.rec0"][0]}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["whole", *WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("whole", marks=pytest.mark.slow),
+        *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS),
+    ],
+)
 @pytest.mark.parametrize("family", LOADERS)
 def test_other_checkpoints_give_the_numbers_of_transformers(family, way):
     oracle = open_oracle(family, read_layer)

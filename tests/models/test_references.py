@@ -34,7 +34,7 @@ SPARSE = ("qwen3_5_moe", "qwen3_next", "kimi_linear", "deepseek_v32")
 NETWORKS = ("gpt_oss", "gpt_oss_mxfp4", "qwen3", "qwen3_5", *SPARSE)
 # Expanded while it is loaded, the packed network differs from "gpt_oss" in nothing that serves it.
 SERVED = ("gpt_oss", "qwen3", "qwen3_5")
-FIRST_PAIR = (8, 16)  # the other ways of networks with experts are slow tests
+FIRST_PAIR = (8, 16)  # the other ways of networks with experts take hours
 # Root mean square error of logits, in standard deviations of the logits; see docs/MODELS.md.
 BFLOAT16_BOUNDS = {"qwen3": 0.015, "qwen3_5": 0.05}
 LOADERS = {"qwen3": qwen3.load, "qwen3_5": qwen3_5.load}
@@ -82,7 +82,7 @@ def serve_as_transformers(page_tokens: int, chunk_tokens: int, reference: Refere
 @pytest.mark.parametrize("reference", SPARSE, indirect=True, scope="module")
 @pytest.mark.parametrize(
     "page_tokens, chunk_tokens",
-    [pytest.param(*p, marks=() if p == FIRST_PAIR else pytest.mark.slow) for p in PAIRS],
+    [pytest.param(*p, marks=() if p == FIRST_PAIR else pytest.mark.exhaustive) for p in PAIRS],
 )
 def test_the_arena_gives_what_transformers_gives_for_sparse_networks(
     page_tokens: int, chunk_tokens: int, reference: Reference

@@ -32,8 +32,14 @@ def check(engine):
     assert not any(engine.memory.allocator.held)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EMBEDDED)
+# Pages of one token have four times the programs.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.exhaustive if "page 1" in n else pytest.mark.slow)
+        for n in EMBEDDED
+    ],
+)
 def test_the_embedded_shape_gives_the_same_tokens_from_prefixes(name, model, reference):
     variant = EMBEDDED[name]
     engine = Engine(
