@@ -9,6 +9,7 @@ is always the function; `from unimem_jax.plan import ...` reaches into the modul
 
 import importlib
 import sys
+import time
 import types
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from unimem_jax.spec import window as window
     from unimem_jax.step import step as step
     from unimem_jax.views import FreshViews as FreshViews
+
+IMPORTED_NS = time.time_ns()  # what is changed on disk after this may not be what runs
 
 # The same names at run time: name -> home. tests/test_public_names.py keeps the two lists equal.
 _HOMES = {

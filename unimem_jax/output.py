@@ -5,6 +5,7 @@ O2  Until the work is done the path keeps what it had; afterwards it has all of 
 """
 
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         with _opened(target, path) as file:
             yield file
         return
-    draft = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    # Threads share a process's number, and so do processes of several containers.
+    draft = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.part")
     file = _opened(draft, path)
     try:
         with file:

@@ -6,7 +6,8 @@ takes as long as loading a dozen of these. Here a program is named by what it is
 B1  A name covers all that a program depends on: the model and the plan with everything in them, the
     shapes and dtypes of parameters and device, the packet's shape, the source of this package, the
     versions of what it stands on, JAX's settings and the device. What another's code takes part in
-    has no name, since its source may change unseen, and is not kept.
+    has no name, since its source may change unseen, and is not kept. Neither is what a process
+    makes whose source was changed since it was read, nor what runs on several devices.
 B2  A file is written whole or not at all, and one that cannot be read is as good as none.
 B3  Where JAX keeps programs itself nothing is kept here: what was read from its cache cannot be
     written once more (jaxlib 0.12.0.1 leaves functions out, and the copy fails when it runs).
@@ -28,12 +29,16 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from unimem_jax import IMPORTED_NS
 from unimem_jax.output import replacing
 from unimem_jax.packet import Shape
 
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")  # a version says what these do
 OWN = __package__ or "unimem_jax"
 MOST_SETS = 8  # of programs, one per model and plan; the least recently used go
+DIGITS = 32  # of the name of a set
+ENDING = ".programs"
+SET_NAMES = "[0-9a-f]" * DIGITS + ENDING
 
 
 class ProgramFiles:
@@ -41,29 +46,33 @@ class ProgramFiles:
 
     Args:
       folder: as `set_folder` gives it; made when the first program is saved.
+      device: which runs them.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, device: jax.Device):
+        self._folder, self._device = folder, device
 
     def load(self, shape: Shape) -> Any | None:
         """The compiled program of a packet shape, ready to run; None if there is none."""
         try:
             stored = self._file(shape).read_bytes()
-            program = serialize_executable.deserialize_and_load(*pickle.loads(stored))
+            program = serialize_executable.deserialize_and_load(
+                *pickle.loads(stored), backend=self._device.client, execution_devices=[self._device]
+            )
             os.utime(self._folder)
         except Exception:  # noqa: BLE001 -- whatever is wrong with a file, it is compiled anew (B2)
             return None
         return program
 
     def save(self, shape: Shape, program: Any) -> None:
-        """Keeps a compiled program; does nothing where the folder cannot be written."""
-        with suppress(OSError, ValueError):  # a full disk; a backend that serialises nothing
+        """Keeps a compiled program; does nothing where it or the folder cannot be written."""
+        with suppress(Exception):  # a full disk; a backend or a program that cannot be serialised
             stored = pickle.dumps(serialize_executable.serialize(program))
             self._folder.mkdir(parents=True, exist_ok=True)
             with replacing(self._file(shape)) as file:
                 file.write(stored)
-            by_use = sorted(self._folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+            sets = self._folder.parent.glob(SET_NAMES)  # what else is there is not ours
+            by_use = sorted(sets, key=lambda path: path.stat().st_mtime)
             for old in by_use[:-MOST_SETS]:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -92,16 +101,24 @@ def set_folder(folder: Path, *described: object) -> Path | None:
     for package in sorted(name for name in sys.modules if _top(name) == OWN):
         for place in sorted(getattr(sys.modules[package], "__path__", ())):
             for source in sorted(Path(place).glob("*.py")):
+                if _changed_ns(source) > IMPORTED_NS:
+                    return None
                 digest.update(source.name.encode() + source.read_bytes())
-    return folder / digest.hexdigest()[:32]
+    return folder / (digest.hexdigest()[:DIGITS] + ENDING)
+
+
+def _changed_ns(source: Path) -> int:
+    """When a file became what it is; one that is replaced by an older one has a new `st_ctime`."""
+    found = source.stat()
+    return max(found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _description(described: object) -> bytes | None:
     found = io.BytesIO()
     try:
         _Describer(found).dump(described)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError):
+        return None  # nested too deeply, for instance
     return found.getvalue()
 
 
@@ -111,7 +128,7 @@ class _Describer(pickle.Pickler):
     def reducer_override(self, one: Any) -> Any:
         if isinstance(one, type | FunctionType | BuiltinFunctionType):
             top = _top(one.__module__ or "")
-            if top != OWN and top not in LIBRARIES and top not in sys.stdlib_module_names:
+            if top != OWN and top not in LIBRARIES and not _is_python(one.__module__ or ""):
                 raise pickle.PicklingError(f"{one.__module__} may change unseen")
         if isinstance(one, ModuleType):
             raise pickle.PicklingError(f"the module {one.__name__} may change unseen")
@@ -120,6 +137,17 @@ class _Describer(pickle.Pickler):
 
 def _top(module: str) -> str:
     return module.partition(".")[0]
+
+
+def _is_python(module: str) -> bool:
+    """Whether it is of Python itself, and not somebody's `code` that goes before Python's."""
+    if _top(module) not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:  # built in
+        return True
+    place = Path(file)
+    return place.is_relative_to(Path(os.__file__).parent) and "site-packages" not in place.parts
 
 
 def _surroundings() -> tuple[object, ...]:

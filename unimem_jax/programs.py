@@ -107,6 +107,9 @@ class Programs:
         if self._folder is None:
             return None
         leaves = jax.tree.leaves((self._leaves, device))
-        sizes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+        places = {place for leaf in leaves for place in leaf.devices()}
+        if len(places) > 1:
+            return None
+        sizes = [(x.shape, str(x.dtype), x.weak_type, str(x.sharding)) for x in leaves]
         found = set_folder(self._folder, *self._made_from, sizes)
-        return None if found is None else ProgramFiles(found)
+        return None if found is None else ProgramFiles(found, *places)

@@ -66,3 +66,15 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
     ]:
         with pytest.raises(UsageError, match=f"cannot write .*{reason}"), replacing(path):
             pytest.fail("the block ran")
+
+
+def test_two_writers_of_one_file_do_not_mix(tmp_path):
+    """Threads of one process; processes of several containers may share a number too."""
+    path = tmp_path / "found"
+    with replacing(path) as first:
+        first.write(b"first" * 1000)
+        with replacing(path) as second:
+            second.write(b"second")
+        first.write(b"first" * 1000)
+    assert path.read_bytes() == b"first" * 2000
+    assert list(tmp_path.iterdir()) == [path]

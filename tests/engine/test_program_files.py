@@ -1,6 +1,13 @@
 """Compiled programs that are kept in files: what is read is what was compiled, or nothing is."""
 
+import importlib
 import os
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +18,7 @@ import unimem_jax as um
 from tests.engine.hybrid import Hybrid
 from unimem_jax import program_files
 from unimem_jax.packet import blank, step_shape, upkeep_shape
-from unimem_jax.program_files import MOST_SETS, set_folder
+from unimem_jax.program_files import DIGITS, ENDING, MOST_SETS, has_name, set_folder
 from unimem_jax.programs import Programs
 from unimem_jax.requests import Work
 
@@ -120,8 +127,23 @@ def test_whatever_tells_programs_apart_is_in_their_name(tmp_path, monkeypatch):
     source = tmp_path / "changed"
     source.mkdir()
     (source / "step.py").write_text("another step")
+    monkeypatch.setattr(program_files, "IMPORTED_NS", time.time_ns() + 10**10)
     monkeypatch.setattr(um, "__path__", [*um.__path__, str(source)])
-    assert name() != usual
+    assert name() not in (usual, None)
+
+
+def test_a_process_whose_source_was_changed_meanwhile_keeps_nothing(tmp_path, monkeypatch):
+    """What it runs is the old source, and its name would be that of the new one."""
+    source = tmp_path / "package"
+    source.mkdir()
+    (source / "step.py").write_text("as it is imported")
+    os.utime(source / "step.py", (0, 0))
+    monkeypatch.setattr(um, "__path__", [*um.__path__, str(source)])
+    monkeypatch.setattr(program_files, "IMPORTED_NS", time.time_ns() + 10**10)
+    assert set_folder(tmp_path, 1) is not None
+    monkeypatch.undo()
+    monkeypatch.setattr(um, "__path__", [*um.__path__, str(source)])
+    assert set_folder(tmp_path, 1) is None, "the file is newer than the process, old as it says"
 
 
 def test_the_shape_of_a_packet_names_its_file(tmp_path):
@@ -153,11 +175,76 @@ def test_where_jax_keeps_programs_none_are_kept_here(tmp_path):
 
 
 def test_the_least_recently_used_sets_go(tmp_path):
-    for at in range(MOST_SETS + 2):
-        old = tmp_path / f"set {at}"
+    names = [f"{at:0{DIGITS}x}{ENDING}" for at in range(MOST_SETS + 2)]
+    for at, name in enumerate(names):
+        old = tmp_path / name
         old.mkdir()
         os.utime(old, (at, at))
     Started(tmp_path).upkeep()
     left = {path.name for path in tmp_path.iterdir()}
     assert len(left) == MOST_SETS
-    assert {f"set {at}" for at in range(3, MOST_SETS + 2)} < left
+    assert {*names[3:]} < left
+
+
+def test_what_is_no_set_stays_in_the_folder(tmp_path):
+    others = [tmp_path / f"thesis {at}" for at in range(MOST_SETS + 2)]
+    for other in others:
+        other.mkdir()
+        (other / "chapter").write_text("years of work")
+        os.utime(other, (0, 0))
+    Started(tmp_path).upkeep()
+    assert all((other / "chapter").exists() for other in others)
+    assert len(files_of(tmp_path)) == len(others) + 1
+
+
+SECOND_START = """
+import jax
+from tests.engine.test_program_files import Path, Started
+for place, lowered in (0, 1), (0, 0), (1, 1), (1, 0):
+    with jax.default_device(jax.devices()[place]):
+        started = Started(Path("programs"))
+        started.upkeep()
+    assert started.lowered == lowered, (place, started.lowered)
+    assert started.device.arena.devices() == {jax.devices()[place]}
+started = Started(Path("programs"))
+started.programs._leaves = jax.device_put(started.programs._leaves, jax.devices()[1])
+assert started.programs._files(started.device) is None
+"""
+
+
+def test_a_program_runs_on_the_device_it_was_made_for(tmp_path):
+    flags = "--xla_force_host_platform_device_count=2"
+    root = str(Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", SECOND_START], check=True, cwd=tmp_path,
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": root},
+    )  # fmt: skip
+
+
+def test_a_program_that_cannot_be_serialised_is_run_all_the_same(tmp_path, monkeypatch):
+    def refuse(program):
+        raise NotImplementedError("as of programs with constants")
+
+    monkeypatch.setattr(program_files.serialize_executable, "serialize", refuse)
+    Started(tmp_path).upkeep()
+    assert files_of(tmp_path) == []
+
+
+def test_somebody_s_module_with_the_name_of_one_of_python_is_not_python(tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "__init__.py").write_text("class Network:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "code", raising=False)
+    network = importlib.import_module("code").Network
+    try:
+        assert not has_name(network())
+    finally:
+        del sys.modules["code"]
+    assert has_name(OrderedDict(a=1), partial(sorted), Path("a"))
+
+
+def test_what_is_nested_too_deeply_has_no_name():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert not has_name(deep)
