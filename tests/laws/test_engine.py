@@ -4,7 +4,11 @@ The reference is a full recomputation, with no past and no arena, of every token
 the two most likely tokens are closer than `MARGIN` are left out, with all that follows them.
 """
 
+import atexit
+import shutil
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -88,6 +92,14 @@ def options(temperature: float = 0.0) -> list[um.Sampling]:
     ]
 
 
+@cache
+def program_folder() -> str:
+    """Of this run: variants that differ on the host alone share their programs."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def make(model: Any, variant: Variant) -> Engine:
     network, params, _ = model
     sizes = {
@@ -99,7 +111,7 @@ def make(model: Any, variant: Variant) -> Engine:
     if variant.is_split:
         layout = default_split(um.plan(network.parts(), variant.arena_bytes, variant.page_tokens))
         assert isinstance(layout, Split)
-    return Engine(network, params, layout=layout, **sizes)
+    return Engine(network, params, layout=layout, program_folder=program_folder(), **sizes)
 
 
 @pytest.fixture(scope="module")
