@@ -22,6 +22,7 @@ import numpy as np
 from unimem_jax.allocator import number_of
 from unimem_jax.errors import require_positive
 from unimem_jax.memory import Memory
+from unimem_jax.plan import SubPool
 from unimem_jax.prefix import NO_MATCH, PrefixCache
 from unimem_jax.price import Demand, add, less
 from unimem_jax.queue import Queue, StepPlan
@@ -116,7 +117,7 @@ class PrefixAdmission(Admission, Reuse[Served]):
             if layout.fits(held, demand):
                 return True
             if not least:
-                least.append(less(held, self.cache.tree.reclaimable()))
+                least.append(self.held())
             return layout.fits(least[0], demand)
 
         return fits
@@ -137,30 +138,45 @@ class PrefixAdmission(Admission, Reuse[Served]):
         """Where its next chunk ends at the latest: a prefix is kept there."""
         return next((at for at in generation.pauses if at > computed), generation.known)
 
-    def shared(self, generation: Served) -> Demand:
+    def shared(
+        self, generation: Served, retracted: Sequence[Served], admitted: Sequence[Served]
+    ) -> Demand:
         """Units of a request that others use too, so that it alone neither takes nor frees them;
         of one that waits, less what has to stay while it is copied.
         """
-        request, match = generation.request, generation.match
+        is_running = generation.request is not None
         counts = [0] * len(self.memory.plan.sub_pools)
         for pool in self.memory.plan.token_pools:
-            ids, users = request.mapped(pool.index) if request else [], int(request is not None)
-            if request is None:
-                first = self.memory.prices.first_page(pool.lifetime, match.length)
-                ids = list(match.ids[first : match.length // self.memory.plan.page_tokens])
-            numbers = number_of(np.asarray(ids, np.int64))
+            numbers = self._pages(generation, pool)
             sharers = self.memory.allocator.tables[pool.index].sharers[numbers]
-            others = sharers - self.cache.tree.kept[pool.index][numbers] - users
-            counts[pool.index] = int(np.count_nonzero(others > 0))
-        return tuple(counts) if request else less(counts, self.memory.copies(match.length))
+            users = sharers - self.cache.tree.kept[pool.index][numbers] - int(is_running)
+            for gone in retracted:
+                users -= np.isin(numbers, self._pages(gone, pool))
+            for come in admitted:
+                users += np.isin(numbers, self._pages(come, pool))
+            counts[pool.index] = int(np.count_nonzero(users > 0))
+        copies = self.memory.copies(generation.match.length)
+        return tuple(counts) if is_running else less(counts, copies)
+
+    def _pages(self, served: Served, pool: SubPool) -> np.ndarray:
+        """Numbers of the pages that a request holds, or will share when it resumes."""
+        if served.request is not None:
+            ids = served.request.mapped(pool.index)
+        else:
+            match, plan = served.match, self.memory.plan
+            first = self.memory.prices.first_page(pool.lifetime, match.length)
+            ids = list(match.ids[first : match.length // plan.page_tokens])
+        return number_of(np.asarray(ids, np.int64))
+
+    def held(self) -> Demand:
+        """Units that requests hold; what the cache alone keeps is not theirs."""
+        return less(self.memory.allocator.held, self.cache.tree.reclaimable())
 
     def enact(self, decided: StepPlan[Served]) -> None:
         """As of `Admission`, making room for all that the step takes (Y2)."""
         prices = self.memory.prices
-        starts = {
-            id(served): start
-            for served, start in zip(decided.admitted, decided.starts, strict=True)
-        }
+        begins = decided.starts or (0,) * len(decided.admitted)
+        starts = {id(served): start for served, start in zip(decided.admitted, begins, strict=True)}
         with self.cache.held([served.match for served in decided.admitted if starts[id(served)]]):
             for served in decided.retracted:
                 served.lost = served.computed

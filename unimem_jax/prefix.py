@@ -227,6 +227,8 @@ class PrefixCache:
                 if not passed or below < math.inf:
                     break
                 node = passed.popleft()
+                if not self._is_candidate(node):  # it came back when a child went, and went itself
+                    continue
             elif not self._is_useful(node, demand):
                 passed.append(node)
                 continue

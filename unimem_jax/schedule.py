@@ -84,10 +84,14 @@ class Reuse[G: Generation](Protocol):
         """Where its next chunk ends at the latest, above `computed`."""
         ...
 
-    def shared(self, generation: G) -> Demand:
+    def shared(self, generation: G, retracted: Sequence[G], admitted: Sequence[G]) -> Demand:
         """Units that one who waits need not take, or that retracting one who runs does not free,
-        since others use them too.
+        since others use them too: those who run without the retracted, and the admitted.
         """
+        ...
+
+    def held(self) -> Demand:
+        """Units that those who run hold together; what several use counts once."""
         ...
 
 
@@ -154,7 +158,7 @@ class _Draft[G: Generation]:
     ):  # fmt: skip
         self.queue, self.prices, self.fits, self.limits = queue, prices, fits, limits
         self.reuse = reuse
-        self._begins: dict[int, tuple[int, int, Demand | None]] = {}
+        self._begins: dict[int, tuple[int, int]] = {}
         self.demand: Demand = (0,) * len(prices.plan.sub_pools)
         self.budget = limits.budget_tokens
         self.work: list[tuple[G, int]] = []
@@ -243,37 +247,40 @@ class _Draft[G: Generation]:
         """Whether there is a row, and all that a candidate knows fits now."""
         if len(self.work) == self.limits.rows:
             return False
-        _, growth = self._first(generation)
-        whole, shared = self.prices.held(generation.known), self.begin(generation)[2]
-        if shared is not None:
-            whole = less(whole, shared)
+        _, growth, shared = self._first(generation)
+        whole = less(self.prices.held(generation.known), shared)
         return self.fits(add(self.demand, tuple(map(max, whole, growth))))
 
-    def begin(self, generation: G) -> tuple[int, int, Demand | None]:
-        """Where a candidate resumes, where its first chunk ends at the latest, and what it then
-        shares.
-        """
+    def begin(self, generation: G) -> tuple[int, int]:
+        """Where a candidate resumes, and where its first chunk ends at the latest."""
         if self.reuse is None:
-            return 0, generation.known, None
+            return 0, generation.known
         found = self._begins.get(id(generation))
         if found is None:
             start = self.reuse.start(generation)
-            until = self.reuse.until(generation, start)
-            found = start, until, self.reuse.shared(generation) if start else None
-            self._begins[id(generation)] = found
+            found = self._begins[id(generation)] = start, self.reuse.until(generation, start)
         return found
 
-    def _first(self, generation: G) -> tuple[int, Demand]:
-        """New tokens of a candidate's first chunk, and the units that it adds."""
-        start, until, shared = self.begin(generation)
+    def _first(self, generation: G) -> tuple[int, Demand, Demand]:
+        """New tokens of a candidate's first chunk, the units that it adds, and what it shares."""
+        start, until = self.begin(generation)
         count = min(self.budget, self.limits.chunk_tokens, until - start)
         growth = self.prices.growth(start, start + count)
-        if shared is not None:
+        shared = self._shared(generation) if start else (0,) * len(growth)
+        if start:
             growth = less(add(growth, self.prices.held(start)), shared)
-        return count, growth
+        return count, growth, shared
+
+    def _shared(self, generation: G) -> Demand:
+        """As of `Reuse`, at this point of the draft: whoever is asked about later counts on what
+        was decided before, so that `demand` is exact whoever shares with whom.
+        """
+        if self.reuse is None:
+            return (0,) * len(self.demand)
+        return self.reuse.shared(generation, self.retracted, self.admitted)
 
     def admit_one(self, generation: G) -> None:
-        count, growth = self._first(generation)
+        count, growth, _ = self._first(generation)
         self.budget -= count
         self.demand = add(self.demand, growth)
         self.work.append((generation, count))
@@ -282,9 +289,7 @@ class _Draft[G: Generation]:
     def retract(self, generation: G) -> None:
         at = next(at for at, item in enumerate(self.work) if item[0] is generation)
         _, count = self.work.pop(at)
-        held = self.prices.held(generation.computed)
-        if self.reuse is not None:
-            held = less(held, self.reuse.shared(generation))
+        held = less(self.prices.held(generation.computed), self._shared(generation))
         self.demand = less(self.demand, add(held, self._growth(generation, count)))
         self.budget += count
         self.retracted.append(generation)
@@ -299,7 +304,7 @@ class _Crowd[G: Generation]:
     Attributes:
       held: units of all who ran before the step; what is asked of `fits` is beside these.
       expected: units at the steps of the outlook.
-      promised: all that firm ones can ever need.
+      promised: all that firm ones can ever need, as if they shared nothing.
     """
 
     def __init__(self, draft: _Draft[G]):
@@ -343,7 +348,9 @@ class _Crowd[G: Generation]:
             return True  # alone it goes token by token (C2)
         if generation.is_firm:
             promised = add(self.promised, self._peak(generation))
-            if not draft.fits(less(promised, self.held)):
+            # Beside what is held, counted once: that others share now frees nothing for the firm.
+            held = self.held if draft.reuse is None else draft.reuse.held()
+            if not draft.fits(less(promised, held)):
                 return False
         total = self.expected + self._expected([generation])
         demands = total.demands(self.outlook.until(self._horizon(generation)))
