@@ -288,10 +288,16 @@ class Engine:
         return served.index
 
     def _let_follow(self, served: Served) -> None:
-        """Lines up the samples that waited for this one to read their prompt."""
-        for one in served.followers:
+        """Lines up the samples that waited for this one to read their prompt, or one of them to do
+        it in its place.
+        """
+        while served.followers:
+            one = served.followers.pop(0)
             self.queue.submit(one, beside=served)
-        served.followers = []
+            if self._admission.holds_back(one):  # this one leaves before it has read
+                one.leader, one.followers, served.followers = None, served.followers, []
+                for other in one.followers:
+                    other.leader = one
 
     def _step(self) -> None:
         memory = self.memory
@@ -380,7 +386,7 @@ class Engine:
         lost = self._admission
         self._sums = (self._sums[0] + lost.recomputed_tokens, self._sums[1] + lost.hit_tokens)
         for served in self._served.values():
-            served.request = None
+            served.request, served.computed = None, 0
         for served in self.queue.running[:]:
             self.queue.send_back(served)
         self._start_memory()

@@ -48,11 +48,12 @@ class Line:
         self.queue.apply(decided)
         self.admission.keep(decided.work)
         for served, _ in decided.work:
-            if served.computed == served.known:
-                if served.accept(self.rng.randrange(8)).finish_reason:
-                    self.queue.learn(served)
-                    self.queue.leave(served)
-                    self.admission.release(served)
+            if served.computed < served.known:
+                continue
+            if served.accept(self.rng.randrange(8)).finish_reason:
+                self.queue.learn(served)
+                self.queue.leave(served)
+                self.admission.release(served)
         self.memory.retire(self.memory.ticket)
         self.memory.check()
         self.admission.cache.check()
