@@ -205,7 +205,8 @@ def read_decoder(fields: Fields, token_dtype: str, *, index_dtype: str | None = 
     """
     fields.require(
         attention_bias=False, mlp_bias=False, hidden_act="silu", norm_topk_prob=True,
-        scoring_func="sigmoid", topk_method="noaux_tc",
+        scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=True,
+        indexer_rope_interleave=False,
     )  # fmt: skip
     fields.layer_kinds((INDEXED,))
     sparse = read_sparse_layers(fields)

@@ -132,7 +132,8 @@ class Fields:
         """Rotary positions over `channels` channels of a head.
 
         Newer files have one object, `rope_parameters`; older ones have `rope_scaling`, which may
-        be absent, and keep the base beside it.
+        be absent, and keep the base beside it. Where both are given they have to agree: readers
+        differ in which of them they follow.
 
         Args:
           beside: settings in the object that somebody else reads.
@@ -147,6 +148,14 @@ class Fields:
                 f"are at most {MOST_CHANNELS}"
             )
         settings = {key: value for key, value in settings.items() if key not in beside}
+        if name == "rope_parameters" and (older := self.get("rope_scaling")):
+            said = _with_kind(settings)
+            if not isinstance(older, dict) or any(
+                said.get(key) != value
+                for key, value in _with_kind(older).items()
+                if value is not None and key not in beside
+            ):
+                raise self.refusal("rope_scaling", "what rope_parameters say as well")
         return read_rotary(
             {"rope_theta": self.get("rope_theta"), **settings}, channels, f"{self.place}: {name}"
         )
@@ -154,3 +163,9 @@ class Fields:
     def refusal(self, name: str, wanted: str) -> UsageError:
         """The error that `name` is not `wanted`."""
         return UsageError(f"{self.place}: {name} is {self.get(name)!r:.60} and not {wanted}")
+
+
+def _with_kind(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings with their kind under its newer name."""
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    return {**{key: one for key, one in settings.items() if key != "type"}, "rope_type": kind}

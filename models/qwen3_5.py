@@ -209,9 +209,10 @@ def _regular_kinds(fields: Fields) -> tuple[str, ...]:
 
 def _rotated(fields: Fields, head: int) -> int:
     """Channels of a head that turn."""
+    share = fields.positive("partial_rotary_factor", ROTATED)
     if fields.get("rope_parameters"):
         fields = fields.section("rope_parameters")
-    share = fields.positive("partial_rotary_factor", ROTATED)
+        share = fields.positive("partial_rotary_factor", share)
     if share > 1:
         raise fields.refusal("partial_rotary_factor", "a share of a head")
     return int(head * share)

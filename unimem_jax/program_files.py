@@ -56,9 +56,11 @@ class ProgramFiles:
         """The compiled program of a packet shape, ready to run; None if there is none."""
         try:
             stored = self._file(shape).read_bytes()
+            serialised, arguments, results = pickle.loads(stored)
             program = serialize_executable.deserialize_and_load(
-                *pickle.loads(stored), backend=self._device.client, execution_devices=[self._device]
-            )
+                serialised, arguments, results, execution_devices=[self._device],
+                backend=self._device.client,
+            )  # fmt: skip
             os.utime(self._folder)
         except Exception:  # noqa: BLE001 -- whatever is wrong with a file, it is compiled anew (B2)
             return None

@@ -197,6 +197,10 @@ REFUSED = {
     "other heads": ({"index_n_heads": 8}, "indexer.weights_proj.weight is [16, 64] and not [8,"),
     "softmax": ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
     "another method": ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
+    "halves that turn": ({"rope_interleave": False}, "rope_interleave is False"),
+    "an indexer's neighbours that turn": (
+        {"indexer_rope_interleave": True}, "indexer_rope_interleave is True",
+    ),
     "biases": ({"mlp_bias": True}, "mlp_bias is True"),
     "groups": ({"n_group": 3}, "n_group is 3 and not a divisor of 8"),
     "choices beyond the groups": (

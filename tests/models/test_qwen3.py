@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from unimem_jax.models.decoder import Decoder
+from unimem_jax.models.fields import Fields
 from unimem_jax.models.qwen3 import load
 
 import unimem_jax as um
@@ -136,6 +137,23 @@ def test_older_and_newer_rotary_settings_say_the_same(tmp_path):
         for at, config in enumerate((QWEN3, newer))
     ]
     np.testing.assert_array_equal(*found)
+
+
+def test_older_rotary_settings_beside_newer_ones_are_no_others():
+    """Whoever adds `rope_scaling` to a newer file for longer texts would get none of it."""
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
+    newer = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100, **yarn}}
+    wanted = Fields(newer).rotary(8)
+    for same in ({"type": "yarn", **yarn}, {"rope_type": "yarn", **yarn, "truncate": None}):
+        assert Fields({**newer, "rope_scaling": same}).rotary(8) == wanted
+    for other in ({"type": "yarn", **yarn, "factor": 8.0}, {"factor": 4.0}, ["yarn"]):
+        assert "rope_scaling is" in refusal(Fields({**newer, "rope_scaling": other}).rotary, 8)
+    plain = {"rope_parameters": {"rope_theta": 100}}
+    assert "and not what rope_parameters say" in refusal(
+        Fields({**plain, "rope_scaling": {"type": "yarn", **yarn}}).rotary, 8
+    )
+    assert Fields({**plain, "rope_scaling": None}).rotary(8) == Fields(plain).rotary(8)
+    assert Fields({**plain, "rope_scaling": {"type": "default"}}).rotary(8).scale == 1
 
 
 REFUSED = {

@@ -3,7 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from unimem_jax.models.qwen3_5 import load
+from unimem_jax.models.fields import Fields
+from unimem_jax.models.qwen3_5 import _rotated, load
 
 import unimem_jax as um
 from tests.models.oracle import (
@@ -144,6 +145,15 @@ def test_bfloat16_stays_near_float32_and_state_stays_float32(tmp_path):
     wanted = Twin(QWEN3_5, tensors).run(ids)[0]
     error = np.sqrt(np.square(whole(model, params, [ids])[0] - wanted).mean())
     assert 0 < error < 0.05 * wanted.std(), f"{error} of {wanted.std()}"
+
+
+@pytest.mark.parametrize("inside", [{}, {"partial_rotary_factor": 0.5}])
+def test_the_share_that_turns_is_read_where_it_is(inside):
+    settings = {"rope_parameters": {"rope_theta": 100, **inside}}
+    beside = {} if inside else {"partial_rotary_factor": 0.5}
+    assert _rotated(Fields({**settings, **beside}), 64) == 32
+    assert _rotated(Fields({"partial_rotary_factor": 0.5}), 64) == 32
+    assert _rotated(Fields({"rope_parameters": {"rope_theta": 100}}), 64) == 16
 
 
 REFUSED = {
