@@ -8,7 +8,8 @@ B1  A name covers all that a program depends on: the model and the plan with eve
     versions of what it stands on, JAX's settings and the device. What another's code takes part in
     has no name, since its source may change unseen, and is not kept. Neither is what a process
     makes whose source was changed since it was read, nor what runs on several devices.
-B2  A file is written whole or not at all, and one that cannot be read is as good as none.
+B2  A file is written whole or not at all, and one that cannot be read, or was changed since, as a
+    disk that lost power may do, is as good as none.
 B3  Where JAX keeps programs itself nothing is kept here: what was read from its cache cannot be
     written once more (jaxlib 0.12.0.1 leaves functions out, and the copy fails when it runs).
 """
@@ -38,6 +39,7 @@ OWN = __package__ or "unimem_jax"
 MOST_SETS = 8  # of programs, one per model and plan; the least recently used go
 DIGITS = 32  # of the name of a set
 ENDING = ".programs"
+SUM_BYTES = 32  # before each program: its SHA-256
 SET_NAMES = "[0-9a-f]" * DIGITS + ENDING
 
 
@@ -56,7 +58,9 @@ class ProgramFiles:
         """The compiled program of a packet shape, ready to run; None if there is none."""
         try:
             stored = self._file(shape).read_bytes()
-            serialised, arguments, results = pickle.loads(stored)
+            if _sum(stored[SUM_BYTES:]) != stored[:SUM_BYTES]:
+                return None
+            serialised, arguments, results = pickle.loads(stored[SUM_BYTES:])
             program = serialize_executable.deserialize_and_load(
                 serialised, arguments, results, execution_devices=[self._device],
                 backend=self._device.client,
@@ -72,7 +76,7 @@ class ProgramFiles:
             stored = pickle.dumps(serialize_executable.serialize(program))
             self._folder.mkdir(parents=True, exist_ok=True)
             with replacing(self._file(shape)) as file:
-                file.write(stored)
+                file.write(_sum(stored) + stored)
             sets = self._folder.parent.glob(SET_NAMES)  # what else is there is not ours
             by_use = sorted(sets, key=lambda path: path.stat().st_mtime)
             for old in by_use[:-MOST_SETS]:
@@ -107,6 +111,10 @@ def set_folder(folder: Path, *described: object) -> Path | None:
                     return None
                 digest.update(source.name.encode() + source.read_bytes())
     return folder / (digest.hexdigest()[:DIGITS] + ENDING)
+
+
+def _sum(stored: bytes) -> bytes:
+    return hashlib.sha256(stored).digest()
 
 
 def _changed_ns(source: Path) -> int:

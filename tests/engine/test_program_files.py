@@ -93,6 +93,19 @@ def test_a_file_that_cannot_be_read_is_compiled_anew(content, tmp_path):
     assert file.stat().st_size >= len(whole) - 100, "the file was not replaced"
 
 
+def test_a_file_of_which_any_byte_changed_is_no_program(tmp_path):
+    """Many such files would be read as programs that compute something else."""
+    started = Started(tmp_path)
+    started.upkeep()
+    (file,) = files_of(tmp_path)
+    whole, files = file.read_bytes(), started.programs._files(started.device)
+    shape = upkeep_shape(started.plan, 0)
+    assert files.load(shape) is not None
+    for at in range(0, len(whole), 997):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+        assert files.load(shape) is None, f"byte {at}"
+
+
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path):
     (tmp_path / "programs").write_text("a file where the folder should be")
     started = Started(tmp_path / "programs")
