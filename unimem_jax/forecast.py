@@ -84,21 +84,35 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Units per sub-pool at the steps of an outlook, float64[steps, sub-pools]."""
+    """Units per sub-pool at the steps of an outlook, float64[steps, sub-pools].
+
+    Attributes:
+      stays: of what is held at the first step, the mean that has not gone with who ended.
+    """
 
     mean: np.ndarray
     variance: np.ndarray
+    stays: np.ndarray
 
     def __add__(self, other: "Expected") -> "Expected":
-        return Expected(self.mean + other.mean, self.variance + other.variance)
+        return Expected(
+            self.mean + other.mean, self.variance + other.variance, self.stays + other.stays
+        )
 
     def __sub__(self, other: "Expected") -> "Expected":
-        return Expected(self.mean - other.mean, np.maximum(0, self.variance - other.variance))
+        variance = np.maximum(0, self.variance - other.variance)
+        return Expected(self.mean - other.mean, variance, self.stays - other.stays)
 
-    def demands(self, count: int) -> list[Demand]:
-        """What has to fit at each of the first `count` steps."""
-        mean, variance = self.mean[:count], self.variance[:count]
+    def demands(self, count: int, shared: Demand = ()) -> list[Demand]:
+        """What has to fit at each of the first `count` steps.
+
+        Args:
+          shared: units counted more than once now. Who ends lets go of what others share first.
+        """
+        mean, variance, stays = self.mean[:count], self.variance[:count], self.stays[:count]
         wanted = np.ceil(mean + DEVIATIONS * np.sqrt(variance) - 1e-6)
+        if any(shared):
+            wanted -= np.floor(np.maximum(0, np.array(shared) - (stays[:1] - stays)) + 1e-6)
         return [tuple(row) for row in wanted.astype(np.int64).tolist()]
 
 
@@ -139,7 +153,8 @@ class Outlook:
         mean = [(chance * held).sum(axis=1) for held in units]
         spread = chance * (1 - chance)
         variance = [(spread * held * held).sum(axis=1) for held in units]
-        return Expected(np.stack(mean, axis=1), np.stack(variance, axis=1))
+        stays = [chance @ held[0].astype(np.float64) for held in units]
+        return Expected(*(np.stack(some, axis=1) for some in (mean, variance, stays)))
 
     def until(self, tokens: float) -> int:
         """How many steps of the outlook matter to one that is to sample so many tokens."""

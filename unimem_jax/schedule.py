@@ -112,8 +112,8 @@ def schedule[G: Generation](
 
     Args:
       fits: whether more units fit beside those held now, less where the demand is negative.
-      reuse: where generations resume; all begin at 0 without. What is expected of their growth
-        leaves out that they share.
+      reuse: where generations resume; all begin at 0 without. One who waits is expected to hold
+        alone what it will share.
     Cost: about a microsecond per running generation, and one more in steps that could admit.
     """
     draft = _Draft(queue, prices, fits, limits, reuse)
@@ -286,13 +286,16 @@ class _Draft[G: Generation]:
         self.work.append((generation, count))
         self.admitted.append(generation)
 
-    def retract(self, generation: G) -> None:
+    def retract(self, generation: G) -> Demand:
+        """Takes a generation out of the step. Returns what it shares with those who stay."""
         at = next(at for at, item in enumerate(self.work) if item[0] is generation)
         _, count = self.work.pop(at)
-        held = less(self.prices.held(generation.computed), self._shared(generation))
+        shared = self._shared(generation)
+        held = less(self.prices.held(generation.computed), shared)
         self.demand = less(self.demand, add(held, self._growth(generation, count)))
         self.budget += count
         self.retracted.append(generation)
+        return shared
 
     def _growth(self, generation: G, count: int) -> Demand:
         return self.prices.growth(generation.computed, generation.computed + count)
@@ -303,6 +306,7 @@ class _Crowd[G: Generation]:
 
     Attributes:
       held: units of all who ran before the step; what is asked of `fits` is beside these.
+      shared: units that those who run are expected to hold, counted more than once.
       expected: units at the steps of the outlook.
       promised: all that firm ones can ever need, as if they shared nothing.
     """
@@ -315,7 +319,9 @@ class _Crowd[G: Generation]:
         near = queue.waiting[: LOOKED_PAST + 1]
         left = [one.limit - one.known for one in running + near]
         self.outlook = Outlook(prices, self.lengths, left, max(map(self._horizon, near)))
-        self.held = total_held(prices, [one.computed for one in queue.running])
+        total = total_held(prices, [one.computed for one in queue.running])
+        self.held = draft.reuse.held() if draft.reuse else total
+        self.shared = less(total, self.held)
         self.expected = self._expected(running)
         self.promised: Demand = (0,) * len(self.held)
         for generation in running:
@@ -325,14 +331,16 @@ class _Crowd[G: Generation]:
     def admit(self, generation: G) -> bool:
         """Admits a candidate if it suits, beside all who run or instead of less urgent ones."""
         draft = self.draft
-        before = draft.demand, draft.budget, draft.work[:], draft.retracted[:], self.expected
+        before = draft.demand, draft.budget, draft.work[:], draft.retracted[:]
+        expected, shared = self.expected, self.shared
         victims = draft.victims(below=generation.priority)[::-1]
         while not self._suits(generation):
             if not victims:
-                draft.demand, draft.budget, draft.work, draft.retracted, self.expected = before
+                draft.demand, draft.budget, draft.work, draft.retracted = before
+                self.expected, self.shared = expected, shared
                 return False
             victim = victims.pop()
-            draft.retract(victim)
+            self.shared = less(self.shared, draft.retract(victim))
             self.expected -= self._expected([victim])
         draft.admit_one(generation)
         self.expected += self._expected([generation])
@@ -348,12 +356,10 @@ class _Crowd[G: Generation]:
             return True  # alone it goes token by token (C2)
         if generation.is_firm:
             promised = add(self.promised, self._peak(generation))
-            # Beside what is held, counted once: that others share now frees nothing for the firm.
-            held = self.held if draft.reuse is None else draft.reuse.held()
-            if not draft.fits(less(promised, held)):
+            if not draft.fits(less(promised, self.held)):
                 return False
         total = self.expected + self._expected([generation])
-        demands = total.demands(self.outlook.until(self._horizon(generation)))
+        demands = total.demands(self.outlook.until(self._horizon(generation)), self.shared)
         return all(draft.fits(less(demand, self.held)) for demand in demands)
 
     def _horizon(self, generation: G) -> float:

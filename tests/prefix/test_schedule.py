@@ -117,6 +117,19 @@ def test_what_others_share_is_no_room_for_the_firm():
         assert all(one.retractions == 2 for one in firm), "retracted a third time"
 
 
+def test_what_two_share_stays_when_one_of_them_ends():
+    line = Line("whole", 48 << 10, "bounded")
+    line.submit([1] * 80, 10)
+    line.step()
+    line.step()
+    line.submit([1] * 80, 47)
+    line.step()
+    line.submit([3] * 60, 60)
+    assert len(line.queue.running) == 2
+    while line.queue:
+        assert not line.step().retracted, "all of it was to fit"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_crowds_that_share_are_granted_what_was_asked_about(kind, policy):
