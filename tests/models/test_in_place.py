@@ -1,7 +1,8 @@
 """Compiled for the CPU, a step of every family that reads its past by itself copies no arena.
 
 Nothing is run and no arena is allocated. Families that attend through views are covered by the tiny
-models of `tests/device`.
+models of `tests/device`, where the check itself is checked. Without the ties of `Views.read` these
+programs happen to copy nothing either (seen on one of them).
 """
 
 import jax
@@ -17,7 +18,6 @@ from tests.models.through_arena import QUICK
 from unimem_jax.packet import Packet, step_shape, word_count
 from unimem_jax.plan import plan
 from unimem_jax.step import init_device, step
-from unimem_jax.views import Views
 
 ARENA_BYTES = 4 << 30
 READERS = {
@@ -54,13 +54,3 @@ def test_a_step_of_one_token_is_in_place(family):
 @pytest.mark.parametrize("family", READERS)
 def test_a_step_of_a_chunk_is_in_place(family):
     require_in_place(family, CHUNK)
-
-
-@pytest.mark.slow
-def test_the_check_catches_a_state_that_is_read_without_a_tie(monkeypatch):
-    def read_without_a_tie(self, site, name, tied=Views.read):
-        return tied(self, site, name)[0], self
-
-    monkeypatch.setattr(Views, "read", read_without_a_tie)
-    with pytest.raises(AssertionError, match="is copied"):
-        require_in_place("kimi_linear", ONE)
