@@ -128,6 +128,8 @@ def read_rotary(settings: Mapping[str, Any], head: int, field: str) -> Rotary:
     frequencies = plain * (1 - stretched) + plain / factor * stretched
     of_turned, of_all = (given.get(name, 0) and _number(given, name, field) for name in _MSCALES)
     natural = _stretch(factor, 1)
+    if of_turned and not of_all:
+        raise UsageError(f"{field}.mscale does nothing without mscale_all_dim")
     if of_turned and of_all:
         natural = _stretch(factor, of_turned) / _stretch(factor, of_all)
     scale = _number(given, "attention_factor", field, natural)
