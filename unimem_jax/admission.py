@@ -53,11 +53,14 @@ class Admission:
 
     def enact(self, decided: StepPlan[Served]) -> None:
         """Frees what the retracted hold and opens what is admitted."""
-        for served in decided.retracted:
-            served.lost = served.computed
-            self.release(served)
+        self._take_back(decided.retracted)
         for served in decided.admitted:
             self._open(served, 0)
+
+    def _take_back(self, retracted: Sequence[Served]) -> None:
+        for served in retracted:
+            served.lost = served.computed
+            self.release(served)
 
     def _open(self, served: Served, start: int, prefix: Prefix = NO_PREFIX) -> None:
         served.request = self.memory.open(served.words, prefix=prefix)
@@ -178,9 +181,7 @@ class PrefixAdmission(Admission, Reuse[Served]):
         begins = decided.starts or (0,) * len(decided.admitted)
         starts = {id(served): start for served, start in zip(decided.admitted, begins, strict=True)}
         with self.cache.held([served.match for served in decided.admitted if starts[id(served)]]):
-            for served in decided.retracted:
-                served.lost = served.computed
-                self.release(served)
+            self._take_back(decided.retracted)
             demand: Demand = (0,) * len(self.memory.plan.sub_pools)
             for served, count in decided.work:
                 start = starts.get(id(served), served.computed)

@@ -1,7 +1,7 @@
 """Compiled programs in files, so that a second start neither traces nor compiles.
 
 JAX's own cache spares compilation, but to ask it a program must first be traced and lowered, which
-takes as long as loading a dozen of these. Here a program is named by what it is made from.
+takes longer than reading it. Here a program is named by what it is made from.
 
 B1  A name covers all that a program depends on: the model and the plan with everything in them, the
     shapes and dtypes of parameters and device, the packet's shape, the source of this package, the
@@ -98,7 +98,7 @@ def set_folder(folder: Path, *described: object) -> Path | None:
     Args:
       folder: of all sets.
       described: whatever tells one program from another, packet shapes apart.
-    Cost: reads the source of this package, about a millisecond.
+    Cost: reads the source of this package, tens of milliseconds.
     """
     found = _description((described, _surroundings()))
     if found is None or jax.config.jax_compilation_cache_dir:

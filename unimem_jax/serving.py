@@ -76,7 +76,6 @@ class Served(Generation):
 
     Attributes:
       tokens: the prompt and what was sampled.
-      max_new: most tokens to sample, clipped to the context.
       words: of its `Sampling`.
       stop_ids: tokens that end it.
       stream, stop: turn tokens into text; `stream` is None without a tokenizer.
@@ -91,7 +90,6 @@ class Served(Generation):
     """
 
     tokens: list[int] = field(default_factory=list)
-    max_new: int = 0
     words: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
@@ -117,7 +115,7 @@ class Served(Generation):
         """Takes the next token and says what it adds."""
         reason = "stop" if token in self.stop_ids else None
         text = "" if self.stream is None or reason else self.stop.push(self.stream.push([token]))
-        if reason is None and self.known + 1 == self.prompt_tokens + self.max_new:
+        if reason is None and self.known + 1 == self.limit:
             reason = "length"
         if (reason or self.stop.is_found) and self.stream is not None:
             text += self.stop.push(self.stream.end()) + self.stop.end()
@@ -205,7 +203,6 @@ class Intake:
             limit=len(tokens) + max_new,
             tokens=tokens,
             prompt_tokens=len(tokens),
-            max_new=max_new,
             words=sampling.words(),
             stop_ids=frozenset(sampling.stop_ids) | self.end_ids,
             stream=None if self.tokenizer is None else self.tokenizer.stream(),

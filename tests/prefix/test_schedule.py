@@ -33,7 +33,7 @@ class Line:
         count = len(tokens)
         self.memory.refuse_impossible(self.memory.prices.peak(count + new - 1, 1))
         served = Served(
-            count, limit=count + new, tokens=list(tokens), max_new=new, words=GREEDY_WORDS,
+            count, limit=count + new, tokens=list(tokens), words=GREEDY_WORDS,
             **options,
         )  # fmt: skip
         self.queue.submit(served)
