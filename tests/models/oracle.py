@@ -106,6 +106,20 @@ def require_parity(model: Any, params: Any, oracle: Oracle, way: str) -> None:
     require_served(service, oracle)
 
 
+def require_checkpoint(name: str, load: Callable[..., Any], read_layer: Any, way: str) -> None:
+    """A checkpoint of Transformers gives its numbers in one way: "whole" without a past, or one of
+    `WAYS` through the arena.
+    """
+    oracle = open_oracle(name, read_layer)
+    model, params, _ = load(oracle.folder)
+    if way != "whole":
+        require_parity(model, params, oracle, way)
+        return
+    found = whole(model, params, oracle.prompts)
+    for row, wanted in zip(found, oracle.logits, strict=True):
+        near(row[: len(wanted)], wanted)
+
+
 def require_served(service: Service, oracle: Oracle) -> None:
     """Through one arena, logits, tokens and state are the oracle's: batched, with a request that
     loses its memory on the way, and alone.

@@ -18,15 +18,7 @@ from unimem_jax.models.deepseek_v32 import (
 from unimem_jax.models.fields import Fields
 
 import unimem_jax as um
-from tests.models.oracle import (
-    WAYS,
-    near,
-    open_oracle,
-    refusal,
-    require_parity,
-    whole,
-    write_folder,
-)
+from tests.models.oracle import near, refusal, require_checkpoint, whole, write_folder
 from tests.models.reference import described
 from tests.models.through_arena import Service
 from unimem_jax.spec import CONTEXT, Site
@@ -43,14 +35,7 @@ def read_layer(state, layer):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["whole", "page 1", "page 16"])
 def test_another_checkpoint_gives_the_numbers_of_transformers(way):
-    oracle = open_oracle("deepseek_v32", read_layer)
-    model, params, _ = load(oracle.folder)
-    if way in WAYS:
-        require_parity(model, params, oracle, way)
-        return
-    found = whole(model, params, oracle.prompts)
-    for row, wanted in zip(found, oracle.logits, strict=True):
-        near(row[: len(wanted)], wanted)
+    require_checkpoint("deepseek_v32", load, read_layer, way)
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -13,15 +13,7 @@ from unimem_jax.models.kimi_linear import load, read_decoder
 from unimem_jax.models.mla import LatentAttention, LatentSizes, Seen
 
 import unimem_jax as um
-from tests.models.oracle import (
-    WAYS,
-    near,
-    open_oracle,
-    refusal,
-    require_parity,
-    whole,
-    write_folder,
-)
+from tests.models.oracle import near, refusal, require_checkpoint, whole, write_folder
 from tests.models.reference import described
 from unimem_jax.spec import CONTEXT, REQUEST, Site
 
@@ -40,14 +32,7 @@ def read_layer(state, layer):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["whole", "page 1", "page 16"])
 def test_another_checkpoint_gives_the_numbers_of_transformers(way):
-    oracle = open_oracle("kimi_linear", read_layer)
-    model, params, _ = load(oracle.folder)
-    if way in WAYS:
-        require_parity(model, params, oracle, way)
-        return
-    found = whole(model, params, oracle.prompts)
-    for row, wanted in zip(found, oracle.logits, strict=True):
-        near(row[: len(wanted)], wanted)
+    require_checkpoint("kimi_linear", load, read_layer, way)
 
 
 def test_a_layer_keeps_one_latent_per_token_or_the_state_of_a_request():

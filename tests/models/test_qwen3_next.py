@@ -8,15 +8,7 @@ import pytest
 from unimem_jax.models import qwen3_5_moe, qwen3_next
 
 import unimem_jax as um
-from tests.models.oracle import (
-    WAYS,
-    near,
-    open_oracle,
-    refusal,
-    require_parity,
-    whole,
-    write_folder,
-)
+from tests.models.oracle import WAYS, refusal, require_checkpoint, write_folder
 from tests.models.reference import described
 
 LOADERS = {"qwen3_5_moe": qwen3_5_moe.load, "qwen3_next": qwen3_next.load}
@@ -39,14 +31,7 @@ def read_layer(state, layer):
 )
 @pytest.mark.parametrize("family", LOADERS)
 def test_other_checkpoints_give_the_numbers_of_transformers(family, way):
-    oracle = open_oracle(family, read_layer)
-    model, params, _ = LOADERS[family](oracle.folder)
-    if way != "whole":
-        require_parity(model, params, oracle, way)
-        return
-    found = whole(model, params, oracle.prompts)
-    for row, wanted in zip(found, oracle.logits, strict=True):
-        near(row[: len(wanted)], wanted)
+    require_checkpoint(family, LOADERS[family], read_layer, way)
 
 
 def test_experts_are_read_one_by_one_or_together(tmp_path):
