@@ -10,6 +10,7 @@ import pytest
 import unimem_jax as um
 from tests.engine.conftest import compilations
 from tests.engine.hybrid import Hybrid, Recomputed
+from tests.prefix.watched import sampled_logits
 from unimem_jax.engine import Engine
 from unimem_jax.errors import OutOfMemory, UsageError
 from unimem_jax.price import add
@@ -75,22 +76,8 @@ def words(seed, count):
 
 def verify(model, engine, prompts, sampling=NEW, **options):
     """Generates, and compares every sampled position's logits with full recomputation."""
-    seen, run_batch = {}, engine._run_batch
-
-    def watched(batch):
-        out = run_batch(batch)
-        check(engine)
-        logits = np.asarray(out.logits)
-        for row, (served, more) in enumerate(batch):
-            if served.computed + more == served.known:
-                seen[tuple(served.tokens)] = logits[row]
-        return out
-
-    engine._run_batch = watched
-    try:
+    with sampled_logits(engine, check) as seen:
         found = engine.generate(prompts, sampling, **options)
-    finally:
-        del engine._run_batch
     for prompt, completion in zip(prompts, found, strict=True):
         ids = [*prompt, *completion.token_ids]
         if not sampling.temperature:

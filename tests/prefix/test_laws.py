@@ -11,6 +11,7 @@ import unimem_jax as um
 from tests.laws import test_engine as laws
 from tests.models.oracle import TOLERANCE
 from tests.models.reference import CONTEXT_TOKENS, open_reference
+from tests.prefix.watched import sampled_logits
 from unimem_jax.engine import Engine
 
 model, reference = laws.model, laws.reference  # the fixtures
@@ -73,26 +74,15 @@ def test_a_family_gives_the_numbers_of_transformers_from_prefixes(family, tmp_pa
     )  # fmt: skip
     engine._row_bucket = lambda count: 4
     prompts, new = made.oracle.prompts, made.oracle.new
-    run_batch, seen = engine._run_batch, {}
-
-    def watched(batch):
-        out = run_batch(batch)
-        logits = np.asarray(out.logits)
-        for row, (served, count) in enumerate(batch):
-            if served.computed + count == served.known:
-                seen[tuple(served.tokens)] = logits[row]
-        return out
-
-    engine._run_batch = watched
     options = um.Sampling(max_tokens=len(new[0]))
     for _ in range(2):
-        found = engine.generate(prompts, options)
+        with sampled_logits(engine) as seen:
+            found = engine.generate(prompts, options)
         rows = zip(prompts, found, new, made.oracle.new_logits, strict=True)
         for prompt, completion, tokens, logits in rows:
             assert list(completion.token_ids) == list(tokens)
             for at, wanted in enumerate(logits):
                 got = seen[(*prompt, *tokens[:at])]
                 np.testing.assert_allclose(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
-        seen.clear()
     assert engine.statistics().prefix_hit_tokens > 0.8 * sum(map(len, prompts)) - 3 * 64
     check(engine)
