@@ -29,7 +29,7 @@ from unimem_jax.errors import UsageError
 from unimem_jax.spec import CONTEXT, STORED_DTYPES, Part, PartKey, Site
 
 from .layers import normalise
-from .rotary import Rotary, turn
+from .rotary import Rotary, turn_first
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -164,9 +164,7 @@ class Attention(nnx.Module):
         Raises:
           UsageError: keys and values are to be stored as integers, for which they have no scale.
         """
-        stored = STORED_DTYPES.get(token_dtype)
-        if stored is not None and not jnp.issubdtype(stored, jnp.floating):
-            raise UsageError(f"keys and values are stored as floats, not as {token_dtype!r}")
+        require_float(token_dtype, "keys and values")
         self.site, self.heads, self.rotary = site, heads, rotary
         self.token_dtype, self.is_gated = token_dtype, is_gated
         query_heads, key_heads, head = heads
@@ -195,7 +193,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         table = self.rotary.table(views.positions)
-        query, key = _turn_first(query, table), _turn_first(key, table)
+        query, key = turn_first(query, table), turn_first(key, table)
         mixed, views = views.attend(self.site, query, key, value, scale=head**-0.5)
         if self.is_gated:
             wide = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
@@ -340,9 +338,12 @@ def split_heads(
     return x.reshape(*x.shape[:2], heads, -1)
 
 
-def _turn_first(x: Array, table: tuple[Array, Array]) -> Array:
-    """Rotates as many of the first channels as the table has angles for."""
-    channels = 2 * table[0].shape[-1]
-    if channels == x.shape[-1]:
-        return turn(x, table)
-    return jnp.concatenate([turn(x[..., :channels], table), x[..., channels:]], axis=-1)
+def require_float(dtype: str, what: str) -> None:
+    """Refuses integers as the stored dtype; an unknown one is the part's to refuse.
+
+    Raises:
+      UsageError: it is one of integers.
+    """
+    stored = STORED_DTYPES.get(dtype)
+    if stored is not None and not jnp.issubdtype(stored, jnp.floating):
+        raise UsageError(f"{what} are stored as floats, not as {dtype!r}")

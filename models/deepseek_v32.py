@@ -30,11 +30,21 @@ from jaxtyping import Bool, Float, Int32
 from unimem_jax.spec import CONTEXT, STORED_DTYPES, Part, Site
 
 from .checkpoint import Loaded, dense_feed, load_folder, read_sizes
-from .decoder import PRECISION, Decoder, FeedForward, Matrix, Mixer, Norm, parameter, split_heads
+from .decoder import (
+    PRECISION,
+    Decoder,
+    FeedForward,
+    Matrix,
+    Mixer,
+    Norm,
+    parameter,
+    require_float,
+    split_heads,
+)
 from .fields import Fields
 from .folder import OnTensor
-from .mla import LatentAttention, LatentSizes, Seen, read_latent_sizes, require_float
-from .rotary import Rotary, turn
+from .mla import LatentAttention, LatentSizes, Seen, read_latent_sizes
+from .rotary import Rotary, turn_first
 from .sparse import SigmoidSparse, read_routing, read_sparse_layers
 
 INDEXED = "indexed_attention"
@@ -186,12 +196,6 @@ def narrowed(
     kept = jnp.zeros((requests, count, past + count), jnp.bool_)
     kept = kept.at[rows, columns, chosen].set(is_seen, unique_indices=True)
     return Seen(seen.past, kept[:, :, :past], seen.fresh, kept[:, :, past:])
-
-
-def turn_first(x: Array, table: tuple[Array, Array]) -> Array:
-    """Rotates, with halves paired, as many of the first channels as the table has angles for."""
-    channels = 2 * table[0].shape[-1]
-    return jnp.concatenate([turn(x[..., :channels], table), x[..., channels:]], axis=-1)
 
 
 def read_decoder(fields: Fields, token_dtype: str, *, index_dtype: str | None = None) -> Decoder:

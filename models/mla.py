@@ -22,10 +22,9 @@ from jax import Array
 from jaxtyping import Bool, Float
 from unimem_jax.pallas_kernels.paged_attention import Tokens, attend
 
-from unimem_jax.errors import UsageError
 from unimem_jax.spec import CONTEXT, STORED_DTYPES, Part, Site
 
-from .decoder import PRECISION, Matrix, Mixed, Norm, split_heads
+from .decoder import PRECISION, Matrix, Mixed, Norm, require_float, split_heads
 from .fields import Fields
 from .rotary import Rotary, turn_pairs
 
@@ -212,17 +211,6 @@ def read_latent_sizes(fields: Fields, *, has_query_rank: bool) -> LatentSizes:
         value=fields.count("v_head_dim"),
         query_rank=fields.count("q_lora_rank") if has_query_rank else None,
     )
-
-
-def require_float(dtype: str, what: str) -> None:
-    """Refuses integers as the stored dtype; an unknown one is the part's to refuse.
-
-    Raises:
-      UsageError: it is one of integers.
-    """
-    stored = STORED_DTYPES.get(dtype)
-    if stored is not None and not jnp.issubdtype(stored, jnp.floating):
-        raise UsageError(f"{what} are stored as floats, not as {dtype!r}")
 
 
 def _product(formula: str, x: Array, matrices: Array) -> Array:

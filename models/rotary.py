@@ -68,6 +68,16 @@ def turn(
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def turn_first(
+    x: Float[Array, "requests tokens heads head"], table: tuple[Array, Array]
+) -> Float[Array, "requests tokens heads head"]:
+    """As `turn`, of as many of the first channels as the table has angles for."""
+    channels = 2 * table[0].shape[-1]
+    if channels == x.shape[-1]:
+        return turn(x, table)
+    return jnp.concatenate([turn(x[..., :channels], table), x[..., channels:]], axis=-1)
+
+
 def turn_pairs(
     x: Float[Array, "requests tokens heads head"], table: tuple[Array, Array]
 ) -> Float[Array, "requests tokens heads head"]:

@@ -134,18 +134,12 @@ class PrefixTree:
         if len(slots) != len(self.states):
             raise UsageError(f"running state takes {len(self.states)} slots, not {len(slots)}")
         for pool, slot in zip(self.states, slots, strict=True):
-            self._require_mapped(pool, [slot])
+            self.allocator.sharers([slot], pool)  # or raises, here and below
         for pool in self.whole:
-            self._require_mapped(pool, ids)
+            self.allocator.sharers(ids, pool)
         for window in self.windows:
             first = self.prices.first_page(window.lifetime, length)
-            self._require_mapped(window.index, ids[first:])
-
-    def _require_mapped(self, pool: int, ids: Sequence[int]) -> None:
-        table = self.allocator.tables[pool]
-        known = table.ids.known(ids)
-        if (table.sharers[known] <= 0).any():
-            raise UsageError(f"an id has no unit in sub-pool {pool}: it is not held")
+            self.allocator.sharers(ids[first:], window.index)
 
     def extend(
         self, tokens: Sequence[int], ids: Sequence[int], namespace: Hashable, is_leaving: bool

@@ -26,7 +26,7 @@ from unimem_jax.errors import UsageError, require_positive
 from unimem_jax.geometries import geometry
 from unimem_jax.picture import Moment, observe
 from unimem_jax.plan import Plan, plan, size_text
-from unimem_jax.queue import FIRST_COME, POLICIES
+from unimem_jax.queue import FIRST_COME
 from unimem_jax.schedule import Limits
 from unimem_jax.simulate import Simulated, Simulation
 from unimem_jax.splits import default_split
@@ -163,8 +163,6 @@ def replay(
       UsageError: an unknown model, layout or policy; what `plan` refuses; a request that can never
         fit.
     """
-    if policy not in POLICIES:
-        raise UsageError(f"a policy is one of {', '.join(POLICIES)}, not {policy!r}")
     parts = geometry(model)
     made, split = arranged(model, arena_bytes, layout, page_tokens)
     state = StateBytes.of(parts)

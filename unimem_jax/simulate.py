@@ -255,11 +255,10 @@ class Simulation:
         self._computed += tokens
         if self.queue.waiting and tokens < self.limits.budget_tokens:  # for memory, that is
             self._crowded += 1
-            if len(lengths) == len(self.queue.running):
-                needed = self._state.total(lengths)
-            else:  # the budget left some without a token
-                needed = sum(self._state.held(one.computed) for one in self.queue.running)
-            self._wasted += 1 - needed / self.memory.plan.arena_bytes
+            held = lengths
+            if len(held) < len(self.queue.running):  # the budget left some without a token
+                held = np.array([one.computed for one in self.queue.running])
+            self._wasted += 1 - self._state.total(held) / self.memory.plan.arena_bytes
         if self.clock is not None:
             moved = zip(self.memory.allocator.moved_units, self._unit_bytes, strict=True)
             moved_bytes = sum(count * size for count, size in moved)

@@ -63,20 +63,16 @@ class StateBytes:
         """What the parts of a plan need."""
         return cls.of(lane.part for pool in plan.sub_pools for lane in pool.lanes)
 
-    def held(self, length: int) -> float:
-        """Bytes that a request of `length` computed tokens needs for its next one."""
-        if not length:
-            return 0.0
-        seen = sum(each * min(length, tokens - 1) for tokens, each in self.windows)
-        return self.context * length + seen + self.request
+    def seen(self, lengths: np.ndarray) -> float:
+        """Bytes of keys and values that the next tokens of requests of these lengths see."""
+        seen = self.context * int(lengths.sum()) if self.context else 0.0
+        for tokens, each in self.windows:
+            seen += each * int(np.minimum(lengths, tokens - 1).sum())
+        return seen
 
     def total(self, lengths: np.ndarray) -> float:
-        """`held` of all requests together."""
-        seen = sum(
-            each * int(np.minimum(lengths, tokens - 1).sum()) for tokens, each in self.windows
-        )
-        started = int(np.count_nonzero(lengths))
-        return self.context * int(lengths.sum()) + seen + self.request * started
+        """Bytes that requests of these computed lengths need for their next tokens."""
+        return self.seen(lengths) + self.request * int(np.count_nonzero(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +102,13 @@ class StepTime:
         each = state.context + sum(each for _, each in state.windows)
         byte_count = (
             used * weights.total * weights.bytes_each
-            + self._past(past) + tokens * each
+            + state.seen(past) + tokens * each
             + 2 * (state.request * len(past) + moved_bytes)
         )  # fmt: skip
         operations = 2 * weights.active * tokens + weights.pair_operations * self._pairs(
             past, counts
         )
         return max(byte_count / self.bytes_per_s, operations / self.operations_per_s)
-
-    def _past(self, past: np.ndarray) -> float:
-        """Bytes of keys and values that the requests see before their new tokens."""
-        state = self.state
-        seen = state.context * int(past.sum()) if state.context else 0.0
-        for tokens, each in state.windows:
-            seen += each * int(np.minimum(past, tokens - 1).sum())
-        return seen
 
     def _pairs(self, past: np.ndarray, counts: np.ndarray) -> float:
         """Bytes of keys and values that the new tokens see, each its own."""
